@@ -1,0 +1,20 @@
+"""mst-merge: which settings, which plan, which work."""
+
+from __future__ import annotations
+
+from mst_core.cli import run
+
+from mst_convert.merge.spec import MergeSpec
+
+
+def main() -> None:
+    run(
+        {"merge": (MergeSpec, "mst_convert.merge.plan:plan", "mst_convert.merge.work:work")},
+        prog="mst-merge",
+        description="Merge a LoRA adapter (PEFT format) into its base, a Hugging Face or Megatron directory.",
+        default="merge",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What this machine has. Importing this costs nothing; asking loads torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Device = Literal["cuda", "npu", "cpu"]
+
+
+def best() -> Device:
+    """The accelerator that torch can use here: CUDA, else Ascend's NPU, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)
+    return "npu" if npu is not None and npu.is_available() else "cpu"
+
+
+def count(device: Device) -> int:
+    """How many devices of a kind there are; a CPU counts as one."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.device_count()
+    return int(torch.npu.device_count()) if device == "npu" else 1  # type: ignore[attr-defined]  # torch_npu adds it
+
+
+def collective_backend(device: Device) -> str:
+    """The torch.distributed backend of a device."""
+    return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[device]

@@ -1,0 +1,60 @@
+"""What is known of each architecture, as data. A new dense family is one file here and one entry below."""
+
+from __future__ import annotations
+
+from mst_core.errors import InputError
+from mst_core.families.llama import LLAMA
+from mst_core.families.mistral import MISTRAL
+from mst_core.families.ops import Region, pack_rows, unpack_rows
+from mst_core.families.qwen2 import QWEN2
+from mst_core.families.qwen3 import QWEN3
+from mst_core.families.rules import (
+    Config,
+    Dims,
+    Family,
+    Model,
+    Rule,
+    Task,
+    TensorSpec,
+    Where,
+    pack,
+    padded_vocab,
+    tasks,
+    unpack,
+)
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+__all__ = [
+    "FAMILIES",
+    "Config",
+    "Dims",
+    "Family",
+    "Model",
+    "Region",
+    "Rule",
+    "Task",
+    "TensorSpec",
+    "family_for",
+    "pack",
+    "pack_rows",
+    "padded_vocab",
+    "tasks",
+    "unpack",
+    "unpack_rows",
+]
+
+
+def family_for(config: Config, where: Where = "config.json") -> Family:
+    """The family of a config.json: by its architecture's name, or by model_type where it names none."""
+    named = config.get("architectures") or []
+    known = ", ".join(family.architecture for family in FAMILIES)
+    for family in FAMILIES:
+        if named and named[0] == family.architecture:
+            return family
+        if not named and config.get("model_type") == family.model_type:
+            return family
+    found = named[0] if named else config.get("model_type")
+    if found is None:
+        raise InputError("names no architecture and no model_type", where=where, hint=f"known: {known}")
+    raise InputError(f"architecture {found} is not known", where=where, hint=f"known: {known}")

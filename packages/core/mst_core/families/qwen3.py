@@ -1,0 +1,40 @@
+"""Qwen3, dense: the rows of Llama, a norm on each head's q and k, a head size of its own (MAPPINGS.md 2.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mst_core.families.llama import LLAMA
+from mst_core.families.qwen2 import qwen_window, with_layer_types
+from mst_core.families.rules import Config, Dims, Family, Rule, Where
+from mst_core.families.translate import dense_dims, megatron_groups, refuse_flags, tie_fact
+
+QK_NORM = (
+    Rule("decoder.layers.{i}.self_attention.q_layernorm.weight", ("model.layers.{i}.self_attn.q_norm.weight [d]",)),
+    Rule("decoder.layers.{i}.self_attention.k_layernorm.weight", ("model.layers.{i}.self_attn.k_norm.weight [d]",)),
+)
+
+
+def _with_head_dim(config: Config) -> Config:
+    """To transformers an absent head_dim is 128 in this family, whatever the hidden size."""
+    return config if config.get("head_dim") is not None else {**config, "head_dim": 128}
+
+
+def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
+    refuse_flags(config, where, "attention_bias")
+    return dense_dims(_with_head_dim(config), where), frozenset({tie_fact(config)})
+
+
+def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
+    config = with_layer_types(_with_head_dim(config))
+    return megatron_groups(config, where, window=qwen_window(config), qk_layernorm=True)
+
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    rules=(*LLAMA.rules, *QK_NORM),
+    read=_read,
+    translate=_translate,
+)

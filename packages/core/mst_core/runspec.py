@@ -1,0 +1,126 @@
+"""The settings that mst-train and mst-align share: the model, the rows, the engine, the optimizer, the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import AliasChoices, Field, model_validator
+
+from mst_core.spec import Spec
+
+
+class RunSpec(Spec):
+    """A training run. Megatron's own flag names are accepted as aliases."""
+
+    model: str = Field(description="the checkpoint that goes in: a directory, hf://org/name or ms://org/name")
+    data: tuple[Path, ...] = Field(description="JSONL files of rows to learn from (repeat, or separate by commas)")
+    eval_data: tuple[Path, ...] = Field((), description="JSONL files of rows to measure the loss on")
+    out: Path = Field(description="the directory that comes out")
+    seed: int = Field(0, ge=0, description="order of rows, initialisation")
+    bad_rows: Literal["error", "skip"] = Field(
+        "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"
+    )
+
+    engine: Literal["auto", "plain", "megatron"] = Field(
+        "auto", description="auto follows the layout of --model (hf: plain, megatron: megatron)"
+    )
+    tp: int = Field(
+        1,
+        ge=1,
+        description="tensor parallel size",
+        validation_alias=AliasChoices("tp", "tensor_model_parallel_size"),
+    )
+    pp: int = Field(
+        1,
+        ge=1,
+        description="pipeline parallel size",
+        validation_alias=AliasChoices("pp", "pipeline_model_parallel_size"),
+    )
+    sp: bool = Field(False, description="sequence parallel", validation_alias=AliasChoices("sp", "sequence_parallel"))
+    nproc: int | None = Field(
+        None, ge=1, description="local ranks to start (default: tp x pp); data parallel size follows"
+    )
+    distributed_optimizer: bool = Field(
+        False,
+        description="shard optimizer state over data parallel ranks",
+        validation_alias=AliasChoices("distributed_optimizer", "use_distributed_optimizer"),
+    )
+
+    micro_batch: int = Field(
+        1,
+        ge=1,
+        description="rows (or pairs) per forward pass",
+        validation_alias=AliasChoices("micro_batch", "micro_batch_size"),
+    )
+    global_batch: int = Field(
+        8,
+        ge=1,
+        description="rows (or pairs) per optimizer step",
+        validation_alias=AliasChoices("global_batch", "global_batch_size"),
+    )
+    seq_length: int = Field(1024, ge=2, description="longest row in tokens")
+    truncate: Literal["error", "right"] = Field("error", description="a longer row is refused, or cut at its right end")
+    steps: int | None = Field(
+        None, ge=1, description="optimizer steps", validation_alias=AliasChoices("steps", "train_iters")
+    )
+    epochs: float | None = Field(None, gt=0, description="passes over the rows (default: 1, if no --steps)")
+
+    lr: float = Field(1e-5, gt=0, allow_inf_nan=False, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, allow_inf_nan=False, description="learning rate at the end of the schedule")
+    warmup: float = Field(0.03, ge=0, lt=1, description="fraction of the steps for linear warmup")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warmup")
+    weight_decay: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="AdamW; matrices only, never norms or biases"
+    )
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW")
+    clip_grad: float = Field(1.0, ge=0, allow_inf_nan=False, description="global gradient norm; 0 turns it off")
+    precision: Literal["fp32", "bf16"] = Field("bf16", description="arithmetic of the forward and backward pass")
+
+    lora_rank: int | None = Field(None, ge=1, description="train a LoRA adapter of this rank (default: all weights)")
+    lora_alpha: float | None = Field(None, gt=0, description="LoRA scale is alpha / rank (default: 2 x rank)")
+    lora_targets: tuple[str, ...] = Field(("all-linear",), description="module names, or all-linear")
+
+    log_every: int = Field(1, ge=1, description="steps between two lines of metrics.jsonl")
+    eval_every: int | None = Field(
+        None, ge=1, description="steps between two passes over --eval-data (default: at the end)"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("--steps and --epochs contradict each other: give one")
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets != ("all-linear",)):
+            raise ValueError("--lora-alpha and --lora-targets need --lora-rank")
+        if self.sp and self.tp == 1:
+            raise ValueError("--sp needs --tp of 2 or more: it shards activations over the tensor parallel ranks")
+        if self.min_lr > self.lr:
+            raise ValueError(f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+        ranks = self.nproc or self.tp * self.pp
+        if ranks % (self.tp * self.pp):
+            raise ValueError(f"--nproc {ranks} is not a multiple of tp x pp = {self.tp * self.pp}")
+        if self.engine == "plain" and (ranks > 1 or self.distributed_optimizer):
+            raise ValueError(
+                "--engine plain is one process: --tp, --pp, --nproc and the distributed optimizer need megatron"
+            )
+        if self.global_batch % (self.micro_batch * self.dp):
+            whole = self.micro_batch * self.dp
+            raise ValueError(f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {whole}")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run when mst starts them itself."""
+        return self.nproc or self.tp * self.pp
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def alpha(self) -> float:
+        """The LoRA alpha in effect."""
+        return self.lora_alpha if self.lora_alpha is not None else 2.0 * (self.lora_rank or 1)

@@ -1,0 +1,261 @@
+"""torch_dist checkpoints (torch.distributed.checkpoint as megatron-core writes it), read without Megatron.
+
+The table of contents (``.metadata``) is read with a restricted unpickler and no torch; a tensor's chunks are read
+one by one, whatever parallel layout wrote them. Keys may carry a ``model.`` prefix in other writers' files; the
+stacked layout has a leading layer axis, the per-layer layout a number in the key: ``find`` knows both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mst_core import torch_pickle
+from mst_core.errors import InputError
+from mst_core.tensors import DTYPE_BYTES, read_into, read_json, torch_dtype
+
+# The writer belongs to this format, and those who read its contract look for it here.
+from mst_core.torch_dist_write import TorchDistWriter, release_state, write_megatron_sidecar
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Chunk",
+    "Contents",
+    "StoredTensor",
+    "TorchDistWriter",
+    "checkpoint_dir",
+    "common_state",
+    "find",
+    "is_megatron",
+    "metadata",
+    "read",
+    "read_chunk",
+    "release_state",
+    "write_megatron_sidecar",
+]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor and where its ``torch.save`` archive is."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    file_offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One key: its global shape and dtype (safetensors name), and the chunks that tile it."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A non-tensor entry: where its archive is."""
+
+    key: str
+    file: Path
+    file_offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What ``.metadata`` lists."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject]
+
+
+def is_megatron(model_dir: Path) -> bool:
+    """Whether a directory looks like a Megatron checkpoint (of any kind)."""
+    return (model_dir / TRACKER).is_file() or (model_dir / ".metadata").is_file()
+
+
+def checkpoint_dir(model_dir: Path) -> Path:
+    """The directory with the weights: what the tracker names, or ``model_dir`` itself. InputError otherwise."""
+    if (model_dir / ".metadata").is_file():
+        return model_dir
+    tracker = model_dir / TRACKER
+    if not tracker.is_file():
+        hint = "give a Megatron checkpoint, or convert: mst-convert --model HF_DIR --to megatron --out DIR"
+        raise InputError(f"holds no {TRACKER}", where=model_dir, hint=hint)
+    named = tracker.read_text(errors="replace").strip()
+    if named != "release" and not named.isdigit():
+        raise InputError(f"names {named[:40]!r}, neither release nor an iteration", where=tracker)
+    found = model_dir / ("release" if named == "release" else f"iter_{int(named):07d}")
+    if not found.is_dir():
+        raise InputError(f"names {named}, but {found.name}/ does not exist", where=tracker)
+    if not (found / ".metadata").is_file():
+        legacy = any(found.glob("mp_rank_*"))
+        what = "is a legacy checkpoint (mp_rank_*)" if legacy else "holds no .metadata"
+        raise InputError(what, where=found, hint="only torch_dist checkpoints can be read")
+    return found
+
+
+def metadata(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a torch_dist directory (or of a model directory with a tracker), by key."""
+    return contents(directory).tensors
+
+
+def contents(directory: Path) -> Contents:
+    """Tensors and objects. InputError: unreadable metadata, missing or truncated files, chunks that do not tile."""
+    directory = checkpoint_dir(directory)
+    path = directory / ".metadata"
+    if (directory / "metadata.json").is_file():
+        backend = read_json(directory / "metadata.json").get("sharded_backend")
+        if backend != "torch_dist":
+            raise InputError(f"the backend is {backend!r}, only torch_dist can be read", where=directory)
+    return _contents(directory, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _contents(directory: Path, mtime: int) -> Contents:
+    path = directory / ".metadata"
+    root = torch_pickle.loads(path.read_bytes(), str(path))
+    try:
+        return _parse(directory, root)
+    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+        raise InputError(f"is not the metadata of a checkpoint: {error}", where=path) from error
+
+
+def _parse(directory: Path, root: Any) -> Contents:
+    places: dict[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]] = {}
+    for index, info in root["storage_data"].items():
+        offset = index["offset"]
+        places[index["fqn"], None if offset is None else tuple(offset)] = _place(directory, info)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    for key, entry in root["state_dict_metadata"].items():
+        if entry.name.endswith("BytesStorageMetadata"):
+            if (key, None) in places:
+                objects[key] = StoredObject(key, *places[key, None])
+            continue
+        chunks = []
+        for chunk in entry["chunks"]:
+            offsets = tuple(chunk["offsets"])
+            if (key, offsets) not in places:
+                raise InputError(f"{key}: the chunk at {list(offsets)} is stored nowhere", where=directory)
+            chunks.append(Chunk(offsets, tuple(chunk["sizes"]), *places[key, offsets]))
+        dtype = entry["properties"].state[0]
+        stored = StoredTensor(key, tuple(entry["size"]), dtype, tuple(chunks))
+        _check(stored, directory)
+        tensors[key] = stored
+    _check_files(directory, [*objects.values(), *(chunk for t in tensors.values() for chunk in t.chunks)])
+    return Contents(tensors, objects)
+
+
+def _place(directory: Path, info: Any) -> tuple[Path, int, int]:
+    name = info["relative_path"]
+    if Path(name).name != name:
+        raise InputError(f"names a file outside the directory: {name}", where=directory)
+    return directory / name, int(info["offset"]), int(info["length"])
+
+
+def _check(stored: StoredTensor, directory: Path) -> None:
+    if not isinstance(stored.dtype, str) or stored.dtype not in DTYPE_BYTES:
+        raise InputError(f"{stored.key} has a dtype that is not known", where=directory)
+    for chunk in stored.chunks:
+        inside = all(
+            offset >= 0 and size > 0 and offset + size <= whole
+            for offset, size, whole in zip(chunk.offsets, chunk.sizes, stored.shape, strict=True)
+        )
+        if not inside:
+            raise InputError(f"{stored.key}: a chunk lies outside {list(stored.shape)}", where=directory)
+    total = sum(prod(chunk.sizes) for chunk in stored.chunks)
+    if total != prod(stored.shape):
+        raise InputError(f"{stored.key}: the chunks hold {total} of {prod(stored.shape)} elements", where=directory)
+
+
+def _check_files(directory: Path, items: list[Any]) -> None:
+    ends: dict[Path, int] = {}
+    for item in items:
+        ends[item.file] = max(ends.get(item.file, 0), item.file_offset + item.length)
+    for file, end in sorted(ends.items()):
+        if not file.is_file():
+            raise InputError("is missing", where=file, hint="copy the whole checkpoint directory again")
+        if file.stat().st_size < end:
+            raise InputError(f"is truncated: {file.stat().st_size} bytes, {end} are needed", where=file)
+
+
+def find(stored: dict[str, StoredTensor], key: str, layer: int | None) -> tuple[StoredTensor, int | None]:
+    """The stored tensor of a stacked ``key`` and the layer to take of it: None where the file keeps layers apart.
+
+    KeyError if it is not there. ``key`` is "decoder.layers.mlp.linear_fc1.weight" whatever the file's layout.
+    """
+    if key in stored:
+        return stored[key], layer
+    if layer is not None:
+        apart = key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+        return stored[apart], None
+    raise KeyError(key)
+
+
+def read(stored: StoredTensor, layer: int | None = None) -> torch.Tensor:
+    """The whole tensor, or one layer of a stacked one (without the layer axis). One copy in memory."""
+    import torch
+
+    shape = stored.shape if layer is None else stored.shape[1:]
+    out = torch.empty(shape, dtype=torch_dtype(stored.dtype))
+    filled = 0
+    for chunk in stored.chunks:
+        if layer is not None and not chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.sizes[0]:
+            continue
+        block = read_chunk(chunk, stored.dtype)
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if layer is not None:
+            block, offsets, sizes = block[layer - offsets[0]], offsets[1:], sizes[1:]
+        if sizes == shape:
+            return block
+        out[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = block
+        filled += block.numel()
+    if filled != out.numel():
+        raise InputError(f"layer {layer} is incomplete or stored twice in the chunks", where=stored.key)
+    return out
+
+
+def read_chunk(chunk: Chunk, dtype: str) -> torch.Tensor:
+    """The tensor of one archive, its data read in place of the archive's ``data/0`` entry."""
+    import torch
+
+    with chunk.file.open("rb", buffering=0) as file:
+
+        def piece(offset: int, count: int) -> bytes:
+            file.seek(chunk.file_offset + offset)
+            return file.read(count)
+
+        where = f"{chunk.file}@{chunk.file_offset}"
+        found, shape, start, nbytes = torch_pickle.tensor_data(piece, chunk.length, where)
+        if (found, shape) != (dtype, chunk.sizes) or nbytes != prod(shape) * DTYPE_BYTES[dtype]:
+            raise InputError(f"holds {found} {list(shape)}, .metadata says {dtype} {list(chunk.sizes)}", where=where)
+        data = bytearray(nbytes)
+        file.seek(chunk.file_offset + start)
+        read_into(file, memoryview(data), chunk.file)
+    return torch.frombuffer(data, dtype=torch_dtype(dtype)).reshape(shape)
+
+
+def common_state(directory: Path) -> dict[str, Any]:
+    """The non-tensor state (iteration, args as a stub, ...), read without torch; empty where there is none."""
+    stored = contents(directory).objects.get("common_state/shard_0_1")
+    if stored is None:
+        return {}
+    with stored.file.open("rb") as file:
+        file.seek(stored.file_offset)
+        value = torch_pickle.load_archive(file.read(stored.length), str(stored.file))
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, dict) else {}
