@@ -1,7 +1,7 @@
 """Write the generated files of the repository, or with --check compare them.
 
-    docs/manifest.schema.json      the JSON schema of mst.json
-    tests/golden/help/*.txt        the --help of every command
+docs/manifest.schema.json      the JSON schema of mst.json
+tests/golden/help/*.txt        the --help of every command
 """
 
 from __future__ import annotations

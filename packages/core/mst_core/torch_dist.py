@@ -7,6 +7,7 @@ stacked layout has a leading layer axis, the per-layer layout a number in the ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -176,9 +177,25 @@ def _check(stored: StoredTensor, directory: Path) -> None:
         )
         if not inside:
             raise InputError(f"{stored.key}: a chunk lies outside {list(stored.shape)}", where=directory)
+    if overlap := _overlap(stored.chunks):
+        raise InputError(f"{stored.key}: the chunks at {overlap} overlap", where=directory)
     total = sum(prod(chunk.sizes) for chunk in stored.chunks)
     if total != prod(stored.shape):
         raise InputError(f"{stored.key}: the chunks hold {total} of {prod(stored.shape)} elements", where=directory)
+
+
+def _overlap(chunks: Sequence[Chunk]) -> str | None:
+    """The places of two chunks that share an element. With the right total, disjoint chunks tile the tensor."""
+    live: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        if chunk.offsets:
+            live = [other for other in live if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in live:
+            pairs = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < b + other_size and b < a + size for a, size, b, other_size in pairs):
+                return f"{list(other.offsets)} and {list(chunk.offsets)}"
+        live.append(chunk)
+    return None
 
 
 def _check_files(directory: Path, items: list[Any]) -> None:
@@ -192,7 +209,7 @@ def _check_files(directory: Path, items: list[Any]) -> None:
             raise InputError(f"is truncated: {file.stat().st_size} bytes, {end} are needed", where=file)
 
 
-def find(stored: dict[str, StoredTensor], key: str, layer: int | None) -> tuple[StoredTensor, int | None]:
+def find(stored: Mapping[str, StoredTensor], key: str, layer: int | None) -> tuple[StoredTensor, int | None]:
     """The stored tensor of a stacked ``key`` and the layer to take of it: None where the file keeps layers apart.
 
     KeyError if it is not there. ``key`` is "decoder.layers.mlp.linear_fc1.weight" whatever the file's layout.
@@ -224,7 +241,7 @@ def read(stored: StoredTensor, layer: int | None = None) -> torch.Tensor:
         out[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = block
         filled += block.numel()
     if filled != out.numel():
-        raise InputError(f"layer {layer} is incomplete or stored twice in the chunks", where=stored.key)
+        raise InputError(f"layer {layer} is incomplete", where=stored.key)
     return out
 
 

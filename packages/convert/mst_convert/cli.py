@@ -1,0 +1,19 @@
+"""mst-convert: which settings, which plan, which work."""
+
+from __future__ import annotations
+
+from mst_convert.spec import ConvertSpec
+from mst_core.cli import run
+
+
+def main() -> None:
+    run(
+        {"convert": (ConvertSpec, "mst_convert.plan:plan", "mst_convert.work:work")},
+        prog="mst-convert",
+        description="Convert a checkpoint between Hugging Face and Megatron, or a GGUF file to Hugging Face.",
+        default="convert",
+    )
+
+
+if __name__ == "__main__":
+    main()

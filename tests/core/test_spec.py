@@ -1,0 +1,89 @@
+"""Flags, YAML, and every mistake at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mst_core.errors import SettingsError
+from mst_core.runspec import RunSpec
+
+GOOD = ["--model", "m", "--data", "a.jsonl", "--out", "o"]
+
+
+def wrong(*words: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        RunSpec.parse([*words], prog="mst-x")
+    return str(caught.value)
+
+
+def test_flags_and_megatron_aliases() -> None:
+    spec = RunSpec.parse(
+        [*GOOD, "--data", "b.jsonl,c.jsonl", "--tensor-model-parallel-size", "2", "--lr", "1e-4", "--sp"]
+    )
+    assert (spec.tp, spec.lr, spec.sp) == (2, 1e-4, True)
+    assert spec.data == (Path("a.jsonl"), Path("b.jsonl"), Path("c.jsonl"))
+
+
+def test_yaml_is_overridden_by_flags(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: m\ndata: [a.jsonl]\nout: o\nmicro-batch: 2\nglobal_batch: 4\npipeline-model-parallel-size: 2\n"
+    )
+    spec = RunSpec.parse(["--config", str(config), "--global-batch", "16"])
+    assert (spec.micro_batch, spec.global_batch, spec.pp) == (2, 16, 2)
+
+
+def test_every_mistake_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("modle: m\nseq_length: long\n")
+    text = wrong(
+        "--config", str(config), "--data", "a", "--lr", "-1", "--precison", "fp32", "--precision", "fp8", "stray"
+    )
+    assert "--model: required" in text
+    assert "--out: required" in text
+    assert "modle: no such setting; did you mean model?" in text
+    assert "--precison: no such flag; did you mean --precision?" in text
+    assert "stray: unexpected argument" in text
+    assert "--lr: input should be greater than 0, not '-1'" in text
+    assert "--precision: input should be 'fp32' or 'bf16', not 'fp8'" in text
+    assert "seq-length: input should be a valid integer" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--steps", "5", "--epochs", "1"], "--steps and --epochs contradict"),
+        (["--lora-alpha", "8"], "need --lora-rank"),
+        (["--sp"], "--sp needs --tp"),
+        (["--engine", "plain", "--tp", "2"], "plain is one process"),
+        (["--nproc", "3", "--tp", "2"], "--nproc 3 is not a multiple"),
+        (["--global-batch", "3", "--micro-batch", "2"], "--global-batch 3 is not a multiple"),
+        (["--lr", "1e-5", "--min-lr", "1e-4"], "--min-lr 0.0001 is above"),
+        (["--lr", "nan"], "--lr"),
+    ],
+)
+def test_contradictions(words: list[str], says: str) -> None:
+    assert says in wrong(*GOOD, *words)
+
+
+def test_no_environment_variable_is_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "from the environment")
+    monkeypatch.setenv("LR", "5")
+    assert RunSpec.parse(GOOD).lr == 1e-5
+    assert "--model: required" in wrong("--data", "a", "--out", "o")
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", "\xff\xfe"])
+def test_a_config_that_is_none(tmp_path: Path, content: str) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_bytes(content.encode("latin-1"))
+    assert "--config" in wrong(*GOOD, "--config", str(config))
+    assert "--config" in wrong(*GOOD, "--config", str(tmp_path / "none.yaml"))
+
+
+def test_effective_settings_hold_no_paths() -> None:
+    effective = RunSpec.parse(GOOD).effective()
+    assert "lr" in effective
+    assert not {"model", "data", "out", "config", "overwrite"} & effective.keys()
