@@ -176,7 +176,7 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, database=None, derandomize=True,
+@settings(max_examples=80, deadline=None, database=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(changes=st.dictionaries(NAMES, JSON, max_size=3), chat=st.booleans())
 def test_any_body_is_answered_or_refused(server: Running, changes: dict[str, Any], chat: bool) -> None:

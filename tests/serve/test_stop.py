@@ -37,7 +37,8 @@ def test_disconnect_frees_the_slots(server: Running, stream: bool) -> None:
     with httpx.Client(timeout=60) as client:
         if stream:
             with client.stream("POST", server.url + "/completions", json=body) as answer:
-                next(answer.iter_lines())
+                lines = answer.iter_lines()
+                next(lines)
                 assert server.health()["running"] == 4
         else:
             with contextlib.suppress(httpx.ReadTimeout):
@@ -49,7 +50,8 @@ def test_waiting_requests_that_disconnect_leave_the_queue(server: Running) -> No
     body = {"model": server.model, "prompt": long_prompt(server), "temperature": 0, "n": 8, "stream": True, **LONG}
     with httpx.Client(timeout=60) as client:
         with client.stream("POST", server.url + "/completions", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             with contextlib.suppress(httpx.ReadTimeout):
                 client.post(server.url + "/completions", json={**body, "n": 2, "stream": False}, timeout=0.3)
             server.wait_for(lambda state: state["waiting"] == 0, 2)
@@ -126,10 +128,11 @@ def test_stop_timeout_cuts_and_says_so(tiny_hf: Callable[..., Path], tmp_path: P
         running.client.chat.completions.create(model=running.model, messages=[{"role": "user", "content": "x"}])
     body = {"model": running.model, "prompt": "x", "n": 16, "seed": 1, "max_tokens": 90_000, "stream": True}
     with httpx.stream("POST", running.url + "/completions", json=body, timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         running.process.send_signal(signal.SIGINT)
         with contextlib.suppress(httpx.HTTPError):
-            answer.read()
+            list(lines)
     assert running.process.wait(20) == 5, running.log.read_text()
     assert "were cut" in running.log.read_text()
     assert "Traceback" not in running.log.read_text()

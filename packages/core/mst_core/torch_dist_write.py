@@ -78,8 +78,9 @@ class TorchDistWriter:
         self._position += length
 
     def _put_object(self, key: str, value: Any) -> None:
+        # megatron-core keeps every object in a list of one.
         self._objects.append(key)
-        self._append(key, None, torch_pickle.write_archive(self._file, torch_pickle.dumps(value)))
+        self._append(key, None, torch_pickle.write_archive(self._file, torch_pickle.dumps([value])))
 
     def finish(self, common_state: Mapping[str, Any]) -> None:
         """Write objects, ``.metadata`` and ``metadata.json``. InputError if a stacked key lacks layers."""
@@ -90,7 +91,7 @@ class TorchDistWriter:
             for layer in range(self._layers):
                 self._put_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{self._layers}", None)
         self._put_object(f"{FINAL_EXTRA_STATE}._extra_state/shard_0_1", None)
-        self._put_object("common_state/shard_0_1", [dict(common_state)])
+        self._put_object("common_state/shard_0_1", dict(common_state))
         self._context.__exit__(None, None, None)
         self._staging.write(f"{self.prefix}/.metadata", torch_pickle.dumps(self._metadata()))
         backend = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})

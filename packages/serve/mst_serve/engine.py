@@ -102,6 +102,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self._starting: Job | None = None
+        self._outbox: list[tuple[Job, Piece | PromptScores]] = []
         self._on_death = on_death
         self._thread = threading.Thread(target=self._main, name="mst-serve engine", daemon=True)
 
@@ -127,11 +128,15 @@ class Engine:
             starting = len(self._starting.randoms) if self._starting else 0
             return len(self._running) + starting, waiting
 
-    def close(self) -> None:
-        """End the thread; what still runs fails."""
+    def abort(self) -> None:
+        """End the thread at the next token; what still runs fails."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """``abort``, and wait for the end."""
+        self.abort()
         self._thread.join()
 
     def _main(self) -> None:
@@ -155,10 +160,18 @@ class Engine:
             self._starting = self._next()
         if self._starting is not None:
             self._start(self._starting)
+            self._flush()
         self._sweep()
         if self._running:
             self._step()
+        self._flush()
         return True
+
+    def _flush(self) -> None:
+        """Hand out what was made: last, so that whoever gets the end of an answer finds its slot free."""
+        outbox, self._outbox = self._outbox, []
+        for job, event in outbox:
+            job.emit(event)
 
     def _next(self) -> Job | None:
         """The first waiting job, if there are slots for all its choices: first come, first served."""
@@ -177,7 +190,7 @@ class Engine:
         live: list[_Running] = []
         if sampling.max_tokens == 0:
             for choice in range(n):
-                job.emit(Piece(choice, finish="length"))
+                self._outbox.append((job, Piece(choice, finish="length")))
         elif last_V is not None:
             rows = [
                 _Running(job, self._row(job, choice), random, 0, len(job.prompt) - 1)
@@ -191,8 +204,10 @@ class Engine:
             self._slab.join(prefilled, len(live))
 
     def _row(self, job: Job, choice: int) -> Row:
-        sampling = job.sampling
-        return Row(choice, self._decode, sampling.stop, sampling.max_tokens, self._eos, job.emit)
+        def emit(piece: Piece) -> None:
+            self._outbox.append((job, piece))
+
+        return Row(choice, self._decode, job.sampling.stop, job.sampling.max_tokens, self._eos, emit)
 
     def _prefill(self, job: Job) -> tuple[torch.Tensor | None, DynamicCache]:
         """Logits [1, V] after the prompt and its cache, in chunks; None for the logits when the job was cancelled."""
@@ -214,7 +229,7 @@ class Engine:
                 scores += [_score(token, logp_TV[at], k) for at, token in enumerate(ahead)]
             before_V = logits_TV[-1:].float()
         if k is not None:
-            job.emit(PromptScores(scores))
+            self._outbox.append((job, PromptScores(scores)))
         return before_V, cache
 
     def _step(self) -> None:
