@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
 from mst_core import families, tensors
-from safetensors.torch import load_file
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,

@@ -72,14 +72,14 @@ def test_batched_is_single_is_transformers(server: Running, reference: Any) -> N
     """Different lengths, all at once and one by one: the same greedy text."""
 
     def ask(prompt: str) -> str:
-        made = server.client.completions.create(model=server.model, prompt=prompt, temperature=0, max_tokens=60)
+        made = server.client.completions.create(model=server.model, prompt=prompt, temperature=0, max_tokens=40)
         return made.choices[0].text
 
-    expected = [text_of(reference, generate(reference, reference[1](p).input_ids, 60)) for p in PROMPTS]
+    expected = [text_of(reference, generate(reference, reference[1](p).input_ids, 40)) for p in PROMPTS]
     assert [ask(prompt) for prompt in PROMPTS] == expected
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, PROMPTS * 4)) == expected * 4
-    together = server.client.completions.create(model=server.model, prompt=PROMPTS, temperature=0, max_tokens=60)
+        assert list(pool.map(ask, PROMPTS * 3)) == expected * 3
+    together = server.client.completions.create(model=server.model, prompt=PROMPTS, temperature=0, max_tokens=40)
     assert [choice.text for choice in together.choices] == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable
@@ -13,7 +14,10 @@ import torch
 
 from mst_serve.engine import Busy, Dead, Engine, Job, Sampling
 from mst_serve.output import Failed, Piece
+from mst_serve.prompts import Prompts
+from mst_serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from mst_serve.sampling import generators
+from mst_serve.service import Service
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -122,3 +126,15 @@ def test_a_death_leaves_nobody_waiting(tiny_hf: Callable[..., Path]) -> None:
     assert bad.failed
     assert told.wait(5)
     assert isinstance(engine.failure, IndexError)
+
+
+def test_a_tokenizer_larger_than_the_model_kills_nothing(tiny_hf: Callable[..., Path]) -> None:
+    directory = tiny_hf("llama")
+    prompts = Prompts.load(directory)
+    service = Service(make(load(directory)), prompts, name="m", context=256, vocabulary=40)
+    chat = parse(ChatRequest, b'{"model": "m", "messages": [{"role": "user", "content": "zz"}]}')
+    text = parse(CompletionRequest, b'{"model": "m", "prompt": ["!", "zz"]}')
+    ids = parse(CompletionRequest, b'{"model": "m", "prompt": [99999999999999999999], "echo": true}')
+    for asked in (service.chat(chat), service.complete(text), service.complete(ids)):
+        with pytest.raises(ApiError, match="not in the vocabulary of 40"):
+            asyncio.run(asked)

@@ -105,9 +105,9 @@ def test_sigterm_finishes_the_stream_and_exits_0(model_dir: Path, tmp_path: Path
     assert "Traceback" not in second.stderr
     with pytest.raises(openai.BadRequestError, match="400 tokens"):
         running.client.completions.create(model="org/tiny", prompt="x", max_tokens=400)
-    asked: dict[str, Any] = {"model": "org/tiny", "prompt": "The quick", "seed": 1, "max_tokens": 390}
-    texts = [running.client.completions.create(**{**asked, "seed": seed}).choices[0].text for seed in range(4)]
-    seed = max(range(4), key=lambda at: len(texts[at]))
+    asked: dict[str, Any] = {"model": "org/tiny", "prompt": "The quick", "seed": 1, "max_tokens": 250}
+    texts = [running.client.completions.create(**{**asked, "seed": seed}).choices[0].text for seed in range(2)]
+    seed = max(range(2), key=lambda at: len(texts[at]))
     stream = running.client.completions.create(**{**asked, "seed": seed}, stream=True)
     pieces = [next(stream)]
     running.process.send_signal(signal.SIGTERM)

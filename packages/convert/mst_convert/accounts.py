@@ -98,10 +98,10 @@ def account_hf(
     faults += [InputError("not known to this architecture", where=name) for name in sorted(refs.keys() - known)]
     if copied:
         faults += _tensor_faults(copied, wanted[EMBEDDING])
-    if not faults:
-        faults += _uneven(((task.key, [refs[spec.name].dtype for spec in task.hf]) for task in tasks), cast)
     if faults:
         raise many(faults, what=f"{where} does not hold a {model.family.architecture}:", hint=_hint(model.family))
+    if not cast:
+        _check_even((task.key, [refs[spec.name].dtype for spec in task.hf]) for task in tasks)
     moves = []
     for task in tasks:
         sources = tuple(refs[spec.name] for spec in task.hf)
@@ -150,22 +150,18 @@ def _tensor_faults(ref: TensorRef, shape: tuple[int, ...]) -> list[MstError]:
     return []
 
 
-def _uneven(groups: Iterable[tuple[str, list[str]]], cast: str | None) -> list[MstError]:
+def _check_even(groups: Iterable[tuple[str, list[str]]]) -> None:
     """One key (all layers, all sources) has one dtype in torch_dist."""
-    if cast:
-        return []
     seen: dict[str, set[str]] = {}
     for key, dtypes in groups:
         seen.setdefault(key, set()).update(dtypes)
-    return [
-        InputError(
-            f"its sources have several dtypes: {', '.join(sorted(dtypes))}",
-            where=key,
-            hint="--dtype bf16 (or fp32) makes them one",
-        )
+    faults = [
+        InputError(f"its sources have several dtypes: {', '.join(sorted(dtypes))}", where=key)
         for key, dtypes in seen.items()
         if len(dtypes) > 1
     ]
+    if faults:
+        raise many(faults, what="Megatron keeps one dtype for all layers of a tensor:", hint="--dtype makes them one")
 
 
 def _hint(family: Family) -> str:

@@ -66,6 +66,7 @@ def _load(source: Path) -> tuple[Any, Any]:
     except ImportError as error:
         raise MissingPackage(f"a GGUF file needs {error.name}", hint="pip install transformers gguf") from error
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     where, name = str(source.parent), source.name
     console.say("dequantising to fp32 in memory")
     try:
@@ -79,7 +80,7 @@ def _load(source: Path) -> tuple[Any, Any]:
 def _config(model: Any) -> dict[str, Any]:
     """config.json of the model as if it had never been quantised (save_pretrained refuses it as it is)."""
     config: dict[str, Any] = _plain(model.config.to_diff_dict())
-    for key in ("quantization_config", "_name_or_path"):
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
     config["architectures"] = [type(model).__name__]
     return config
@@ -107,5 +108,10 @@ def _wanted(model: Model, state: dict[str, Any], dtype: str, where: Path) -> lis
 def _write_tokenizer(staging: Staging, tokenizer: Any) -> None:
     before = set(files.listing(staging.path))
     tokenizer.save_pretrained(staging.path)
+    settings = staging.path / "tokenizer_config.json"
+    if settings.is_file():
+        # These say how this process loaded it, and the id must not.
+        kept = {k: v for k, v in tensors.read_json(settings).items() if k not in ("is_local", "local_files_only")}
+        settings.write_text(json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     for name in sorted(set(files.listing(staging.path)) - before):
         staging.adopt(name)

@@ -177,6 +177,7 @@ def _from_megatron(spec: ConvertSpec, source: Path) -> ConvertPlan:
     job = Job()
     job.source = source
     job.parent = _manifest(source)
+    stored = torch_dist.metadata(source)
     inside = source / "hf"
     if spec.hf_config is None and not (inside / "config.json").is_file():
         raise InputError(
@@ -186,7 +187,6 @@ def _from_megatron(spec: ConvertSpec, source: Path) -> ConvertPlan:
         )
     job.hf_dir = spec.hf_config or inside
     _read_model(job, job.hf_dir)
-    stored = torch_dist.metadata(source)
     moves = accounts.account_megatron(job.model, tasks(job.model), stored, spec.dtype, source)
     job.moves = moves
     job.emit_lm_head = bool(job.parent and job.model.tied and job.parent.encoding.get("lm_head") == "copy")

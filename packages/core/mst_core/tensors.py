@@ -7,7 +7,6 @@ then the data, without gaps (github.com/huggingface/safetensors). dtypes keep th
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -252,21 +251,6 @@ def raw(tensor: torch.Tensor) -> memoryview:
     if not flat.numel():
         return memoryview(b"")
     return memoryview(flat.view(torch.uint8).numpy())
-
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of "5GB", "500MB", "1.5GiB" or 4096. ValueError with the forms that work."""
-    match = SIZE.fullmatch(str(text).strip())
-    if not match or not (size := int(float(match[1]) * _unit(match[2], bool(match[3])))):
-        raise ValueError(f"{text!r} is no size; write 5GB, 500MB, 1GiB or a number of bytes")
-    return size
-
-
-def _unit(letter: str, binary: bool) -> int:
-    return int((1024 if binary else 1000) ** " KMGT".index(letter.upper() or " "))
 
 
 Wanted = tuple[str, str, tuple[int, ...]]

@@ -104,11 +104,11 @@ class Prompts:
         return b"" if piece is None else self._bytes(piece)
 
 
-def check_ids(ids: Sequence[int], vocabulary: int) -> None:
-    """Refuse prompt ids that the model has no embedding for."""
+def check_ids(ids: Sequence[int], vocabulary: int, param: str) -> None:
+    """Refuse ids that the model has no embedding for: given as such, or made by a tokenizer larger than the model."""
     worst = max(ids)
     if worst >= vocabulary:
-        raise invalid(f"token id {worst} is not in the vocabulary of {vocabulary}", "prompt")
+        raise invalid(f"token id {worst} is not in the vocabulary of {vocabulary}", param)
 
 
 def check_length(prompt: int, wanted: int | None, context: int, param: str) -> int:

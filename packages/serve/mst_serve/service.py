@@ -64,6 +64,7 @@ class Service:
         self.check_model(asked.model)
         ids = await asyncio.to_thread(self._prompts.chat, asked.messages)
         limit = check_length(len(ids), asked.limit, self._context, "messages")
+        check_ids(ids, self._vocabulary, "messages")
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return self._submit(asked, [Prompt(ids)], [limit], logprobs, ChatAnswer)
 
@@ -73,13 +74,15 @@ class Service:
         prompts = await asyncio.to_thread(lambda: [self._read(prompt, bool(asked.echo)) for prompt in asked.prompt])
         wanted = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         limits = [check_length(len(prompt.ids), wanted, self._context, "prompt") for prompt in prompts]
+        for prompt in prompts:
+            check_ids(prompt.ids, self._vocabulary, "prompt")
         return self._submit(asked, prompts, limits, asked.logprobs, TextAnswer)
 
     def _read(self, prompt: str | tuple[int, ...], echo: bool) -> Prompt:
         if isinstance(prompt, str):
             ids, offsets = self._prompts.text(prompt)
             return Prompt(ids, prompt, offsets)
-        check_ids(prompt, self._vocabulary)
+        check_ids(prompt, self._vocabulary, "prompt")  # before the tokenizer sees ids beyond 32 bits
         text, offsets = self._prompts.spell(prompt) if echo else ("", [])
         return Prompt(prompt, text, offsets)
 

@@ -47,6 +47,8 @@ def serve(spec: ServeSpec, plan: ServePlan, listener: socket.socket) -> Result:
         on_death=lambda: server.stop(),
     )
     vocabulary = int(model.config.vocab_size)
+    if prompts.size > vocabulary:
+        console.warn(f"the tokenizer has {prompts.size} ids, the model {vocabulary}: requests with the others get 400")
     service = Service(engine, prompts, name=plan.name, context=plan.context, vocabulary=vocabulary)
     console.say(
         f"{plan.name}: {str(model.dtype).removeprefix('torch.')} on {model.device}, context {plan.context}, "

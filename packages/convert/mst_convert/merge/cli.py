@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mst_core.cli import run
-
 from mst_convert.merge.spec import MergeSpec
+from mst_core.cli import run
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mst_core.spec import Spec
 from pydantic import ByteSize, Field, field_validator
+
+from mst_core.spec import Spec
 
 
 class MergeSpec(Spec):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mst_core import console
 from mst_core.data import rows, shapes
 from mst_core.data.render import Renderer, Sample
-from mst_core.data.rows import Row
+from mst_core.data.rows import BadLine, Row
 from mst_core.errors import InputError, RowError, many
 
 BadRows = Literal["error", "skip"]
@@ -24,16 +24,23 @@ class Loaded[T]:
     samples: list[T] = field(default_factory=list)
     rows: int = 0
     duplicates: int = 0
+    truncated: int = 0
     rejected: list[dict[str, Any]] = field(default_factory=list)
-    """Rows set aside: file, line, reason and the row itself."""
+    """Rows set aside: file, line, reason and the row itself (its text where it is no JSON object)."""
 
     def report(self, what: str) -> None:
         """Say what was loaded, and what was not."""
         console.say(f"{what}: {self.rows} rows, {len(self.samples)} samples")
         if self.duplicates:
             console.warn(f"{what}: {self.duplicates} rows are copies of earlier ones; they are kept")
+        if self.truncated:
+            console.warn(f"{what}: {self.truncated} samples were cut at --seq-length, as --truncate right asks")
         if self.rejected:
-            console.warn(f"{what}: {len(self.rejected)} rows were set aside, see rejected.jsonl")
+            first = self.rejected[0]
+            console.warn(
+                f"{what}: {len(self.rejected)} of {self.rows + len(self.rejected)} rows were set aside, see "
+                f"rejected.jsonl; the first is {first['file']}:{first['line']}: {first['reason']}"
+            )
 
     def rejects(self) -> str:
         """The content of rejected.jsonl."""
@@ -42,12 +49,16 @@ class Loaded[T]:
 
 def sft(paths: Sequence[Path], renderer: Renderer, bad_rows: BadRows = "error") -> Loaded[Sample]:
     """Conversations, the assistant's turns learnt."""
-    return load(paths, lambda row: renderer.samples(shapes.conversation(row), row.where), bad_rows)
+    loaded = load(paths, lambda row: renderer.samples(shapes.conversation(row), row.where), bad_rows)
+    loaded.truncated = sum(sample.truncated for sample in loaded.samples)
+    return loaded
 
 
 def pairs(paths: Sequence[Path], renderer: Renderer, bad_rows: BadRows = "error") -> Loaded[tuple[Sample, Sample]]:
     """(chosen, rejected) of each preference row."""
-    return load(paths, lambda row: [renderer.pair(shapes.pair(row), row.where)], bad_rows)
+    loaded = load(paths, lambda row: [renderer.pair(shapes.pair(row), row.where)], bad_rows)
+    loaded.truncated = sum(sample.truncated for pair in loaded.samples for sample in pair)
+    return loaded
 
 
 def load[T](paths: Sequence[Path], make: Callable[[Row], list[T]], bad_rows: BadRows = "error") -> Loaded[T]:
@@ -56,28 +67,24 @@ def load[T](paths: Sequence[Path], make: Callable[[Row], list[T]], bad_rows: Bad
     errors: list[RowError] = []
     seen: set[str] = set()
     for row in rows.read(paths):
-        if isinstance(row, RowError):
-            errors.append(row)
-            loaded.rejected.append({"where": row.where, "reason": row.what, "row": None})
-            continue
         try:
+            if isinstance(row, BadLine):
+                raise row.error
             loaded.samples += make(row)
         except RowError as error:
             errors.append(error)
-            loaded.rejected.append({"where": row.where, "reason": error.what, "row": row.data})
+            content = row.text if isinstance(row, BadLine) else row.data
+            loaded.rejected.append({"file": row.file, "line": row.line, "reason": error.what, "row": content})
             continue
         loaded.rows += 1
         text = json.dumps(row.data, sort_keys=True)
         loaded.duplicates += text in seen
         seen.add(text)
-    names = ", ".join(path.name for path in paths)
-    if errors and bad_rows == "error":
-        total = loaded.rows + len(errors)
-        raise many(
-            errors,
-            what=f"{len(errors)} of {total} rows cannot be used:",
-            hint="mend them, or --bad-rows skip sets them aside in rejected.jsonl",
-        )
-    if not loaded.samples:
-        raise InputError("no usable row" if not errors else f"none of {len(errors)} rows can be used", where=names)
+    if not errors and not loaded.samples:
+        raise InputError("holds no rows", where=", ".join(map(str, paths)))
+    if errors and (bad_rows == "error" or not loaded.samples):
+        hint = "mend them, or --bad-rows skip sets them aside in rejected.jsonl" if loaded.samples else "mend them"
+        count = "none" if not loaded.samples else f"{len(errors)}"
+        verb = "can" if not loaded.samples else "cannot"
+        raise many(errors, what=f"{count} of {loaded.rows + len(errors)} rows {verb} be used:", hint=hint)
     return loaded

@@ -17,14 +17,21 @@ class Order:
     def epoch(self, number: int) -> list[int]:
         """The order of epoch 0, 1, ..."""
         indices = list(range(self.count))
-        random.Random(f"{self.seed}/{number}").shuffle(indices)
+        # Fisher and Yates over random(): of all its methods, the one whose values Python promises to keep.
+        draw = random.Random(f"{self.seed}/{number}").random
+        for last in range(self.count - 1, 0, -1):
+            other = int(draw() * (last + 1))
+            indices[last], indices[other] = indices[other], indices[last]
         return indices
 
-    def batches(self, size: int) -> Iterator[list[int]]:
-        """Global batches without end. An epoch's last batch is smaller where ``size`` does not divide: no row is dropped."""
-        number = 0
-        while True:
+    def batches(self, size: int, *, start: int = 0) -> Iterator[list[int]]:
+        """Global batches without end, from batch ``start`` on, so a resumed run goes on where it was.
+
+        An epoch's last batch is smaller where ``size`` does not divide: no row is dropped.
+        """
+        number, skipped = divmod(start, -(-self.count // size)) if self.count else (0, 0)
+        while self.count:
             indices = self.epoch(number)
-            for start in range(0, self.count, size):
-                yield indices[start : start + size]
-            number += 1
+            for begin in range(skipped * size, self.count, size):
+                yield indices[begin : begin + size]
+            number, skipped = number + 1, 0

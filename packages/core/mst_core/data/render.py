@@ -7,19 +7,28 @@ generation prompt, so a header that the model never has to write is not learnt, 
 Where a template rewrites earlier turns (Qwen3 drops earlier thinking), the text of the whole conversation does not
 begin with the text of its beginning. Then each assistant's turn becomes a sample of its own, rendered as it would be
 generated.
+
+The tokens before a turn are always those of its generation prompt: where tokenising prompt and answer in one go would
+join their border into one token (an answer that begins with white space), the text is tokenised in two pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from mst_core.data.shapes import Message, Pair
+from mst_core import tensors
+from mst_core.data.shapes import Conversation, Message, Pair
 from mst_core.errors import InputError, RowError
 
 Truncate = Literal["error", "right"]
+TODAY = datetime(2024, 7, 26)
+"""The date that templates which print one (Llama 3.2) get: rows must render the same tomorrow. Llama 3.1's default."""
+TEMPLATE_HINT = "put the template of the model's family into chat_template.jinja beside tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class Sample:
 
     tokens: list[int]
     mask: list[int]
+    truncated: bool = False
 
     @property
     def learnt(self) -> int:
@@ -44,27 +54,40 @@ class _Turn:
     end: int
 
 
-def load_tokenizer(model_dir: Path) -> Any:
+def tokenizer_dir(model_dir: Path) -> Path:
+    """Where a model's tokenizer is: the directory itself, or ``hf/`` of a Megatron directory."""
+    return model_dir / "hf" if (model_dir / "hf").is_dir() else model_dir
+
+
+def has_template(model_dir: Path) -> bool:
+    """Whether a chat template lies in one of the places where transformers looks. For plans."""
+    directory = tokenizer_dir(model_dir)
+    if any((directory / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    path = directory / "tokenizer_config.json"
+    return path.is_file() and bool(tensors.read_json(path).get("chat_template"))
+
+
+def load_tokenizer(model_dir: Path, *, template: bool = True) -> Any:
     """The fast tokenizer of a Hugging Face directory, or of a Megatron directory's ``hf/``.
 
-    Raises InputError if it cannot be loaded, is not a fast one (offsets are needed), or has no chat template.
+    Raises InputError if it cannot be loaded, is not a fast one (offsets are needed), or has no chat template
+    (unless ``template`` is False).
     """
     from transformers import AutoTokenizer
 
-    directory = model_dir / "hf" if (model_dir / "hf").is_dir() else model_dir
+    directory = tokenizer_dir(model_dir)
+    if (directory / "tokenizer.json").is_file():
+        tensors.read_json(directory / "tokenizer.json")  # a broken one is a bare Exception in the library
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"its tokenizer does not load: {reason}", where=directory) from error
     if not tokenizer.is_fast:
         raise InputError(f"{type(tokenizer).__name__} gives no offsets; a tokenizer.json is needed", where=directory)
-    if not tokenizer.chat_template:
-        raise InputError(
-            "its tokenizer has no chat template",
-            where=directory,
-            hint="put the template of the model's family into chat_template.jinja beside tokenizer.json",
-        )
+    if template and not tokenizer.chat_template:
+        raise InputError("its tokenizer has no chat template", where=directory, hint=TEMPLATE_HINT)
     return tokenizer
 
 
@@ -72,18 +95,28 @@ class Renderer:
     """Renders with one tokenizer. ``seq_length`` is the longest sample; a longer one is refused, or cut if asked."""
 
     def __init__(self, tokenizer: Any, seq_length: int, truncate: Truncate = "error") -> None:
+        if not tokenizer.chat_template:
+            raise InputError("the tokenizer has no chat template", hint=TEMPLATE_HINT)
         self.tokenizer = tokenizer
         self.seq_length = seq_length
         self.truncate = truncate
 
     def prompt(self, messages: Sequence[Message], where: str = "prompt") -> list[int]:
         """The tokens a model continues when it answers ``messages``."""
-        return list(self.tokenizer(self._render(messages, where, prompt=True), add_special_tokens=False)["input_ids"])
+        return self._encode(self._render(messages, where, prompt=True))[0]
 
-    def samples(self, messages: Sequence[Message], where: str) -> list[Sample]:
-        """One sample with every assistant's turn learnt, or one for each turn where the template rewrites history."""
+    def samples(self, conversation: Conversation, where: str) -> list[Sample]:
+        """One sample with every assistant's turn learnt, or one for each turn where the template rewrites history.
+
+        Raises RowError for a row that cannot be rendered, is too long or has nothing to learn; InputError for a
+        template that no row can be learnt with.
+        """
+        messages = conversation.messages
+        self._check_text(messages, where)
         turns = [
-            self._turn(messages[: index + 1], where) for index, m in enumerate(messages) if m["role"] == "assistant"
+            self._turn(messages[: index + 1], where)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and index >= conversation.learn_from
         ]
         whole = turns[-1].text
         if all(whole.startswith(turn.text[: turn.end]) for turn in turns):
@@ -92,23 +125,41 @@ class Renderer:
 
     def answer(self, prompt: Sequence[Message], answer: Sequence[Message], where: str) -> Sample:
         """One sample in which only the last turn, the answer to ``prompt``, is learnt."""
-        turn = self._turn([*prompt, *answer], where)
-        return self._sample(turn.text, [turn], where)
+        (sample,) = self.samples(Conversation([*prompt, *answer], learn_from=len(prompt)), where)
+        return sample
 
     def pair(self, pair: Pair, where: str) -> tuple[Sample, Sample]:
         """(chosen, rejected), each with only its answer learnt."""
         chosen = self.answer(pair.prompt, pair.chosen, where)
         rejected = self.answer(pair.prompt, pair.rejected, where)
-        if chosen == rejected:
-            raise RowError("chosen and rejected are the same tokens", where=where)
+        if chosen.tokens == rejected.tokens:
+            cut = f" in their first {self.seq_length} tokens" if chosen.truncated else ""
+            raise RowError(f"chosen and rejected are the same{cut}", where=where)
         return chosen, rejected
+
+    def fit(self, tokens: list[int], mask: list[int], where: str) -> Sample:
+        """A sample within ``seq_length``. Raises RowError if it is too long, or nothing to learn is left."""
+        truncated = len(tokens) > self.seq_length
+        if truncated and self.truncate == "error":
+            raise RowError(
+                f"has {len(tokens)} tokens, --seq-length is {self.seq_length}",
+                where=where,
+                hint="a larger --seq-length, --truncate right, or --bad-rows skip",
+            )
+        tokens, mask = tokens[: self.seq_length], mask[: self.seq_length]
+        if not any(mask[1:]):
+            what = f"nothing left to learn in its first {self.seq_length} tokens" if truncated else "nothing to learn"
+            raise RowError(f"has {what}", where=where)
+        return Sample(tokens, mask, truncated)
 
     def _render(self, messages: Sequence[Message], where: str, *, prompt: bool) -> str:
         from jinja2 import TemplateError
 
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
-        except (TemplateError, TypeError, ValueError) as error:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RowError(f"the chat template refuses it: {error}", where=where) from None
         return str(text)
 
@@ -124,40 +175,75 @@ class Renderer:
         # White space after the end-of-turn token ("\n" in ChatML) belongs to the next turn.
         return _Turn(text, len(before), len(text.rstrip()))
 
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(tokens, their offsets). Templates write the BOS token themselves, so none is added."""
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(made["input_ids"]), list(made["offset_mapping"])
+
+    def _tokenise(self, text: str, turns: Sequence[_Turn], where: str) -> tuple[list[int], list[tuple[int, int]]]:
+        tokens, offsets = self._encode(text)
+        cuts = []
+        for turn in turns:
+            before = sum(1 for _, end in offsets if end <= turn.start)
+            if tokens[:before] != self._encode(text[: turn.start])[0]:
+                cuts.append(turn.start)
+        if not cuts:
+            return tokens, offsets
+        whole, tokens, offsets, begin = tokens, [], [], 0
+        for cut in (*cuts, len(text)):
+            part, places = self._encode(text[begin:cut])
+            tokens += part
+            offsets += [(start + begin, end + begin) for start, end in places]
+            begin = cut
+        if self._decode(tokens) != self._decode(whole):
+            raise RowError("a token stands across the border of prompt and answer", where=where)
+        return tokens, offsets
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def _sample(self, text: str, turns: Sequence[_Turn], where: str) -> Sample:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        tokens, offsets = self._tokenise(text, turns, where)
         mask = [0] * len(tokens)
         for turn in turns:
-            last = -1
-            for index, (start, end) in enumerate(offsets):
-                if start >= turn.start and end <= turn.end and end > start:
-                    mask[index], last = 1, index
-                elif start < turn.start < end or start < turn.end < end:
-                    raise RowError("a token stands across the border of prompt and answer", where=where)
-            if last < 0:
+            learnt = [i for i, (start, _) in enumerate(offsets) if turn.start <= start < turn.end]
+            if not learnt:
                 raise RowError("its answer has no tokens", where=where)
-            if not self._ends_a_turn(tokens[last]):
+            if not self._ends_a_turn(tokens[learnt[-1]]):
                 raise InputError(
                     "the chat template ends the assistant's turn without a special token, so a model trained with it "
                     "would never stop",
                     where=where,
                     hint="let the template write eos_token after the assistant's content",
                 )
-        if len(tokens) > self.seq_length:
-            if self.truncate == "error":
-                raise RowError(
-                    f"has {len(tokens)} tokens, --seq-length is {self.seq_length}",
-                    where=where,
-                    hint="a larger --seq-length, --truncate right, or --bad-rows skip",
-                )
-            tokens, mask = tokens[: self.seq_length], mask[: self.seq_length]
-            if not any(mask):
-                raise RowError(f"has nothing left to learn in its first {self.seq_length} tokens", where=where)
-        if len(tokens) < 2 or not any(mask[1:]):
-            raise RowError("has no token to predict from a prompt", where=where)
-        return Sample(tokens, mask)
+            for index in learnt:
+                mask[index] = 1
+        return self.fit(tokens, mask, where)
 
     def _ends_a_turn(self, token: int) -> bool:
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return token == self.tokenizer.eos_token_id or (added is not None and bool(added.special))
+        return token in self._special.values()
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Special tokens by their text, the end-of-sequence token among them."""
+        added = self.tokenizer.added_tokens_decoder
+        found = {token.content: number for number, token in added.items() if token.special}
+        return {**found, str(self.tokenizer.eos_token): self.tokenizer.eos_token_id}
+
+    @cached_property
+    def _structure(self) -> list[str]:
+        """Special tokens that the template writes around messages, and BOS and EOS."""
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        text = self._render(probe, "a probe of the chat template", prompt=False)
+        always = {self.tokenizer.bos_token, self.tokenizer.eos_token}
+        return [token for token in self._special if token in always or token in text]
+
+    def _check_text(self, messages: Sequence[Message], where: str) -> None:
+        """Text that spells a structural token would be read as one: a turn that ends in the middle, or a forged one."""
+        for index, message in enumerate(messages):
+            for token in self._structure:
+                if token in message["content"]:
+                    raise RowError(
+                        f"message {index + 1} spells the special token {token}, which would end or begin a turn there",
+                        where=where,
+                    )

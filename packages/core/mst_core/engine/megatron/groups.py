@@ -1,0 +1,44 @@
+"""Process groups and seeds of a rank. The launcher's variables tell torch who we are (torchrun's convention)."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from mst_core import devices
+from mst_core.engine.megatron import cpu
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def start(tp: int, pp: int, seed: int) -> None:
+    """Join the world and make Megatron's groups: tensor parallel ranks adjacent, then data, then pipeline."""
+    cpu.apply()
+    from megatron.core import parallel_state, tensor_parallel
+
+    device = devices.best()
+    if not dist.is_initialized():
+        dist.init_process_group(devices.collective_backend(device), timeout=TIMEOUT)
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, create_gloo_process_groups=device != "cpu"
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave the groups and the world."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

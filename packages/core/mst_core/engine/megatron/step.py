@@ -1,0 +1,131 @@
+"""Forward and backward of one step through Megatron's schedules, and the log-probabilities that cross the seam.
+
+The last pipeline stage turns its vocabulary-parallel logits into per-token log-probabilities (fp32, over the tensor
+parallel ranks), calls the objective and scales each term by its weight over the whole global step. Megatron's own
+divisions (by micro-batches, tokens, ranks) are off: calculate_per_token_loss without a token count.
+
+Shapes: B sequences, T tokens of the batch, S = T padded for sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mst_core.engine.megatron import groups
+from mst_core.engine.seam import Batch, Objective
+
+
+def mask_padding(model: Any, vocab: int) -> None:
+    """Give the padded rows of the vocabulary probability 0: their logits become -inf on the rank that has them.
+
+    Without this each zero row adds exp(0) to the softmax.
+    """
+    from megatron.core import parallel_state
+
+    if not model.post_process:
+        return
+    rows = model.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+    real = max(0, vocab - parallel_state.get_tensor_model_parallel_rank() * rows)
+    if real >= rows:
+        return
+
+    def hide(module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = output
+        # The largest negative number, not -inf: a rank whose rows are all padding still has a finite maximum.
+        logits[..., real:] = torch.finfo(logits.dtype).min
+        return logits, bias
+
+    model.output_layer.register_forward_hook(hide)
+
+
+def forward_logp(model: Any, batch: Batch, multiple: int) -> Tensor:
+    """This stage's forward pass. On the last stage -logp of the next token, (B, S); else the hidden states.
+
+    multiple   S is T rounded up to this (the tensor parallel size under sequence parallelism)
+    """
+    tokens_BS = torch.nn.functional.pad(batch.tokens_BT, (0, -batch.tokens_BT.shape[1] % multiple))
+    positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+    labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
+    return model(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None, labels=labels_BS)  # type: ignore[no-any-return]
+
+
+def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
+    """logp_BT of the last stage's output."""
+    length = batch.tokens_BT.shape[1]
+    first_B1 = torch.zeros_like(output_BS[:, :1])
+    return torch.cat([first_B1, -output_BS[:, : length - 1]], dim=1).float()
+
+
+def run(
+    model: Any, batches: Sequence[Batch], last_stage: Callable[[Tensor, Batch], tuple[Tensor, Any]], *, forward_only: bool, multiple: int
+) -> list[Any]:  # fmt: skip
+    """Megatron's schedule over the micro-batches.
+
+    last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only
+
+    Returns what it kept, a list in the order of ``batches`` on the last stage and empty elsewhere.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = on_device(next(iterator))
+
+        def loss(output_BS: Tensor) -> Any:
+            value, kept = last_stage(logp_of(output_BS, batch), batch)
+            return value, torch.tensor(0, dtype=torch.int), kept
+
+        return forward_logp(chunk, batch, multiple), loss
+
+    return get_forward_backward_func()(  # type: ignore[no-any-return]
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=max(batch.tokens_BT.shape[1] for batch in batches),
+        micro_batch_size=batches[0].tokens_BT.shape[0],
+        forward_only=forward_only,
+    )
+
+
+def train(
+    model: Any, batches: Sequence[Batch], objective: Objective, total: dict[str, float], multiple: int
+) -> dict[str, Tensor]:
+    """Forward and backward. Returns each term's local sum and coefficient, (2,), on the last stage; else nothing."""
+    sums: dict[str, Tensor] = {}
+
+    def last_stage(logp_BT: Tensor, batch: Batch) -> tuple[Tensor, None]:
+        terms = objective.loss(logp_BT, batch)
+        for name, term in terms.items():
+            coefficient = torch.tensor(term.coefficient, dtype=torch.float64)
+            known = sums.get(name, torch.zeros(2, dtype=torch.float64))
+            sums[name] = torch.stack([known[0] + term.sum.detach().double().cpu(), coefficient])
+        parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
+        return torch.stack(parts).sum() if parts else logp_BT.sum() * 0, None
+
+    run(model, batches, last_stage, forward_only=False, multiple=multiple)
+    return sums
+
+
+def score(model: Any, batch: Batch, multiple: int) -> Tensor:
+    """logp_BT (fp32, CPU) on every rank of the model parallel group."""
+    from megatron.core import parallel_state
+
+    with torch.no_grad():
+        kept = run(model, [batch], lambda logp_BT, _: (logp_BT.sum(), logp_BT), forward_only=True, multiple=multiple)
+    found_BT = kept[0].contiguous() if kept else torch.empty(batch.tokens_BT.shape, dtype=torch.float32)
+    found_BT = found_BT.to(groups.device())
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast(found_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+    return found_BT.cpu()
+
+
+def on_device(batch: Batch) -> Batch:
+    """The batch where this rank computes."""
+    device = groups.device()
+    extra = {name: value.to(device) for name, value in batch.extra.items()}
+    return Batch(batch.tokens_BT.to(device), batch.mask_BT.to(device), batch.lengths_B.to(device), extra)
