@@ -35,9 +35,9 @@ def test_rounding_the_delta_first_is_worse() -> None:
     """What peft #1035 reports: the delta in bf16 and then the sum in bf16. Ours must be closer on average."""
     weight = base(64, 64, torch.bfloat16)
     a, b = factors(64, 64, 8)
-    exact = weight.double() + b.double() @ a.double() * 0.05
-    twice = weight + (b.bfloat16() @ a.bfloat16()) * 0.05
-    ours = merging.merge(weight, a, b, 0.05).tensor
+    exact = weight.double() + b.double() @ a.double() * 0.4
+    twice = weight + (b.bfloat16() @ a.bfloat16()) * 0.4
+    ours = merging.merge(weight, a, b, 0.4).tensor
     assert (ours.double() - exact).abs().mean() < 0.8 * (twice.double() - exact).abs().mean()
 
 

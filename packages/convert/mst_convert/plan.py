@@ -13,7 +13,7 @@ from mst_convert.accounts import Exports, Imports
 from mst_convert.gguf import GGUFHeader
 from mst_convert.spec import ConvertSpec
 from mst_core import checkpoint, console, hub, manifest, tensors, torch_dist
-from mst_core.errors import InputError
+from mst_core.errors import InputError, MstError
 from mst_core.families import Family, Model, family_for, padded_vocab, tasks
 from mst_core.files import TOKENIZER_FILES
 from mst_core.spec import Plan
@@ -39,6 +39,13 @@ class Job:
     vocab_rows: int = 0
     emit_lm_head: bool = False
     parent: manifest.Manifest | None = None
+
+    @property
+    def exports(self) -> Exports:
+        """The moves of a job that goes out of Megatron."""
+        if not isinstance(self.moves, Exports):
+            raise MstError("the plan holds no moves to Hugging Face")
+        return self.moves
 
 
 class ConvertPlan(Plan):
@@ -81,7 +88,7 @@ class ConvertPlan(Plan):
 def plan(spec: ConvertSpec) -> ConvertPlan:
     """Plan a conversion. InputError for all that headers can tell; see docs/convert.md."""
     source = hub.resolve(spec.model)
-    layout = _layout(source)
+    layout = layout_of(source)
     _check_places(spec, source, layout)
     if layout == "gguf":
         planned = _from_gguf(spec, source)
@@ -93,7 +100,7 @@ def plan(spec: ConvertSpec) -> ConvertPlan:
     return planned
 
 
-def _layout(source: Path) -> str:
+def layout_of(source: Path) -> str:
     if source.is_file():
         if source.suffix == ".gguf":
             return "gguf"
@@ -123,7 +130,7 @@ def _check_places(spec: ConvertSpec, source: Path, layout: str) -> None:
     checkpoint.check_out(spec.out, spec.overwrite)
 
 
-def _read_model(job: Job, where: Path) -> None:
+def read_model(job: Job, where: Path) -> None:
     job.config = tensors.config(where)
     path = where / "config.json"
     job.family = family_for(job.config, path)
@@ -131,7 +138,7 @@ def _read_model(job: Job, where: Path) -> None:
     job.model = job.family.model(job.config, path)
 
 
-def _manifest(source: Path) -> manifest.Manifest | None:
+def manifest_of(source: Path) -> manifest.Manifest | None:
     """The manifest, if the directory has one: it must be a model's."""
     if not (source / manifest.NAME).is_file():
         return None
@@ -144,8 +151,8 @@ def _manifest(source: Path) -> manifest.Manifest | None:
 def _from_hf(spec: ConvertSpec, source: Path) -> ConvertPlan:
     job = Job()
     job.source = job.hf_dir = source
-    job.parent = _manifest(source)
-    _read_model(job, source)
+    job.parent = manifest_of(source)
+    read_model(job, source)
     refs = tensors.headers(source)
     work = tasks(job.model, spec.vocab_padding)
     moves = accounts.account_hf(job.model, work, refs, spec.dtype, source)
@@ -173,25 +180,33 @@ def _from_hf(spec: ConvertSpec, source: Path) -> ConvertPlan:
     )
 
 
-def _from_megatron(spec: ConvertSpec, source: Path) -> ConvertPlan:
+def open_megatron(source: Path, hf_config: Path | None = None, dtype: str | None = None) -> Job:
+    """A Megatron directory as a job: its model and one export for each native tensor. InputError as in accounts."""
     job = Job()
     job.source = source
-    job.parent = _manifest(source)
+    job.parent = manifest_of(source)
     stored = torch_dist.metadata(source)
     inside = source / "hf"
-    if spec.hf_config is None and not (inside / "config.json").is_file():
+    if hf_config is None and not (inside / "config.json").is_file():
         raise InputError(
             "holds no hf/config.json, so the model is not known",
             where=source,
-            hint="--hf-config DIR: a Hugging Face directory of the same model (config.json and tokenizer)",
+            hint="mst-convert --hf-config DIR: a Hugging Face directory of the same model (config.json and tokenizer)",
         )
-    job.hf_dir = spec.hf_config or inside
-    _read_model(job, job.hf_dir)
-    moves = accounts.account_megatron(job.model, tasks(job.model), stored, spec.dtype, source)
+    job.hf_dir = hf_config or inside
+    read_model(job, job.hf_dir)
+    moves = accounts.account_megatron(job.model, tasks(job.model), stored, dtype, source)
     job.moves = moves
     job.emit_lm_head = bool(job.parent and job.model.tied and job.parent.encoding.get("lm_head") == "copy")
     head = next(move for move in moves.moves if move.task.hf[0].name == accounts.EMBEDDING)
     job.vocab_rows = head.stored.shape[0]
+    return job
+
+
+def _from_megatron(spec: ConvertSpec, source: Path) -> ConvertPlan:
+    job = open_megatron(source, spec.hf_config, spec.dtype)
+    moves = job.exports
+    head = next(move for move in moves.moves if move.task.hf[0].name == accounts.EMBEDDING)
     left = [f"{moves.training_state} tensors of training state"] if moves.training_state else []
     if job.vocab_rows > job.model.dims.vocab:
         left.append(f"{job.vocab_rows - job.model.dims.vocab} rows of vocabulary padding")

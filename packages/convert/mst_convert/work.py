@@ -57,7 +57,7 @@ def _to_megatron(spec: ConvertSpec, plan: ConvertPlan) -> Result:
     moves = _imports(job)
     if moves.lm_head is not None:
         _check_tied_copy(moves)
-    parent, parent_dirs = _parent(job, plan.lossless)
+    parent, parent_dirs = parent_of(job, plan.lossless)
     ledger = Ledger()
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
         writer = torch_dist.TorchDistWriter(staging)
@@ -73,7 +73,7 @@ def _to_megatron(spec: ConvertSpec, plan: ConvertPlan) -> Result:
         writer.finish(torch_dist.release_state(job.family, job.config, job.vocab_rows, job.hf_dir))
         sources_used = {ref.name for move in moves.moves for ref in move.sources}
         ledger.settle(sources_used, {m.task.native: prod(m.task.shape) for m in moves.moves}, spec.out)
-        torch_dist.write_megatron_sidecar(staging, _carried(job, spec.dtype))
+        torch_dist.write_megatron_sidecar(staging, carried_files(job, spec.dtype))
         made = staging.commit(
             kind="model",
             layout="megatron",
@@ -97,8 +97,8 @@ def _to_megatron(spec: ConvertSpec, plan: ConvertPlan) -> Result:
 
 def _to_hf(spec: ConvertSpec, plan: ConvertPlan) -> Result:
     job = plan.job
-    moves = _exports(job)
-    parent, parent_dirs = _parent(job, plan.lossless)
+    moves = job.exports
+    parent, parent_dirs = parent_of(job, plan.lossless)
     targets = {s.name: (move.dtype, s.shape) for move in moves.moves for s in move.task.hf}
     if job.emit_lm_head:
         targets[LM_HEAD] = targets[EMBEDDING]
@@ -122,7 +122,7 @@ def _to_hf(spec: ConvertSpec, plan: ConvertPlan) -> Result:
                 bar.advance(move.nbytes)
         writer.finish()
         ledger.settle(_places(moves), {name: prod(shape) for name, (_, shape) in targets.items()}, spec.out)
-        for name, source in _carried(job, _written_dtype(moves)).items():
+        for name, source in carried_files(job, written_dtype(moves)).items():
             if isinstance(source, bytes):
                 staging.write(name, source)
             else:
@@ -143,12 +143,6 @@ def _to_hf(spec: ConvertSpec, plan: ConvertPlan) -> Result:
 def _imports(job: Job) -> Imports:
     if not isinstance(job.moves, Imports):
         raise MstError("the plan holds no moves to Megatron")
-    return job.moves
-
-
-def _exports(job: Job) -> Exports:
-    if not isinstance(job.moves, Exports):
-        raise MstError("the plan holds no moves to Hugging Face")
     return job.moves
 
 
@@ -186,13 +180,13 @@ def _check_tied_copy(moves: Imports) -> None:
         )
 
 
-def _written_dtype(moves: Exports) -> str | None:
+def written_dtype(moves: Exports) -> str | None:
     """The one dtype of all weights, or None where they differ."""
     dtypes = {move.dtype for move in moves.moves}
     return next((name for name, cast in accounts.CASTS.items() if dtypes == {cast}), None)
 
 
-def _carried(job: Job, dtype: str | None) -> dict[str, Path | bytes]:
+def carried_files(job: Job, dtype: str | None) -> dict[str, Path | bytes]:
     """config.json and the files that travel with it; config.json is rewritten only where it names another dtype."""
     carried: dict[str, Path | bytes] = {
         name: job.hf_dir / name for name in ("config.json", *CARRIED) if (job.hf_dir / name).is_file()
@@ -205,14 +199,14 @@ def _carried(job: Job, dtype: str | None) -> dict[str, Path | bytes]:
     return carried
 
 
-def _parent(job: Job, lossless: bool) -> tuple[Parent, list[Path]]:
+def parent_of(job: Job, lossless: bool, role: manifest.Role = "source") -> tuple[Parent, list[Path]]:
     """The source as a parent. A Megatron directory that mst did not write is named by its files' hashes."""
     if job.parent is None and not isinstance(job.moves, Imports):
-        entries = [(path.name, files.hash_file(path)[1]) for path in _weight_files(_exports(job), job.source)]
+        entries = [(path.name, files.hash_file(path)[1]) for path in _weight_files(job.exports, job.source)]
         digest = files.group_digest(entries)
-        return Parent(role="source", id=f"blake3:{digest}", weights=digest, lossless=lossless), []
+        return Parent(role=role, id=f"blake3:{digest}", weights=digest, lossless=lossless), []
     made = manifest.identify(job.source)
-    return Parent(role="source", id=made.id, weights=made.digests.weights, lossless=lossless), [job.source]
+    return Parent(role=role, id=made.id, weights=made.digests.weights, lossless=lossless), [job.source]
 
 
 def _weight_files(moves: Exports, source: Path) -> list[Path]:

@@ -59,7 +59,9 @@ class RunSpec(Spec):
         description="rows (or pairs) per optimizer step",
         validation_alias=AliasChoices("global_batch", "global_batch_size"),
     )
-    seq_length: int = Field(1024, ge=2, description="longest row in tokens")
+    seq_length: int | None = Field(
+        None, ge=2, description="longest row in tokens (default: 1024, or the model's positions if fewer)"
+    )
     truncate: Literal["error", "right"] = Field("error", description="a longer row is refused, or cut at its right end")
     steps: int | None = Field(
         None, ge=1, description="optimizer steps", validation_alias=AliasChoices("steps", "train_iters")

@@ -24,11 +24,39 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 UNDERSTOOD = frozenset(
-    ["peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias", "init_lora_weights", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"]
+    [
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "fan_in_fan_out",
+        "bias",
+        "init_lora_weights",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    ]
 )
 # How the adapter was made, or how it is run: none of these can reach the merged weights.
 INERT = frozenset(
-    ["task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "eva_config", "velora_config", "ensure_weight_tying"]
+    [
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "eva_config",
+        "velora_config",
+        "ensure_weight_tying",
+    ]
 )
 LATER = "mst-merge does not do this yet"
 REFUSED: dict[str, str] = {
@@ -150,7 +178,9 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
         )
     for name in sorted(config.keys() - UNDERSTOOD - INERT - REFUSED.keys()):
         if config[name]:
-            found.append(f"{name}: not known to this version of mst-merge, so what it does to the weights is not either")
+            found.append(
+                f"{name}: not known to this version of mst-merge, so what it does to the weights is not either"
+            )
     return found + _bad_numbers(config)
 
 

@@ -28,6 +28,7 @@ from mst_core.errors import InputError, RowError
 Truncate = Literal["error", "right"]
 TODAY = datetime(2024, 7, 26)
 """The date that templates which print one (Llama 3.2) get: rows must render the same tomorrow. Llama 3.1's default."""
+_DATE_CODES = "YymdBbAaHIMSpj"
 TEMPLATE_HINT = "put the template of the model's family into chat_template.jinja beside tokenizer.json"
 
 
@@ -99,7 +100,7 @@ class Renderer:
             raise InputError("the tokenizer has no chat template", hint=TEMPLATE_HINT)
         self.tokenizer = tokenizer
         self.seq_length = seq_length
-        self.truncate = truncate
+        self.truncate: Truncate = truncate
 
     def prompt(self, messages: Sequence[Message], where: str = "prompt") -> list[int]:
         """The tokens a model continues when it answers ``messages``."""
@@ -157,11 +158,20 @@ class Renderer:
 
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, strftime_now=TODAY.strftime
+                list(messages), tokenize=False, add_generation_prompt=prompt, chat_template=self._template
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RowError(f"the chat template refuses it: {error}", where=where) from None
         return str(text)
+
+    @cached_property
+    def _template(self) -> str:
+        """The chat template, with the clock stopped: a macro stands before the function that templates call."""
+        template = str(self.tokenizer.get_chat_template())
+        if "strftime_now" not in template:
+            return template
+        filters = "".join(f"|replace('%{code}','{TODAY.strftime('%' + code)}')" for code in _DATE_CODES)
+        return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
     def _turn(self, messages: Sequence[Message], where: str) -> _Turn:
         before = self._render(messages[:-1], where, prompt=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from mst_core import devices, tensors
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
@@ -49,6 +50,7 @@ class PlainEngine:
         torch.manual_seed(spec.seed)
         self.spec, self.model_dir = spec, model_dir
         self.device = torch.device(devices.best())
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
         )
@@ -81,7 +83,7 @@ class PlainEngine:
             batch = self._on_device(batch)
             terms = objective.loss(self._logp(batch), batch)
             parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
-            torch.stack(parts).sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack(parts).sum().backward()
             for name, term in terms.items():
                 sums[name] += float(term.sum.detach())
                 coefficients[name] = term.coefficient

@@ -31,10 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
 class Attention(MegatronModule):
     """Causal core attention over torch's scaled_dot_product_attention, with grouped queries and sliding windows."""
 
-    def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None,
-        **_: object,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)

@@ -76,9 +76,9 @@ def gather(model: Any) -> Iterator[tuple[str, int | None, Tensor]]:
         units.setdefault((piece.key, -1 if piece.layer is None else piece.layer), []).append(piece)
     for key, layer in sorted(units):
         pieces = sorted(units[key, layer], key=lambda piece: (piece.offset, piece.rank))
-        whole = _assemble(pieces, mine)
-        if whole is not None:
-            yield key, None if layer < 0 else layer, whole
+        full = _assemble(pieces, mine)
+        if full is not None:
+            yield key, None if layer < 0 else layer, full
 
 
 def _assemble(pieces: list[_Piece], mine: dict[_Piece, Tensor]) -> Tensor | None:

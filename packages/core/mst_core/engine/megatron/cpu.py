@@ -55,14 +55,14 @@ def _factories() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.new_empty = _on_cpu(torch.Tensor.new_empty)  # type: ignore[method-assign]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _rng() -> None:
     """Megatron keeps CUDA generator states by name; here they are states of the CPU generator."""
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
     # torch.manual_seed itself calls manual_seed_all, so only the single-device one may call it back.
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment]
     torch.cuda.manual_seed_all = lambda seed: None
@@ -97,8 +97,8 @@ def _sync() -> None:
     torch.cuda.current_stream = lambda device=None: _Nothing()  # type: ignore[assignment,return-value]
     torch.cuda.default_stream = lambda device=None: _Nothing()  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
-    torch.cuda.nvtx.range_push = lambda *args: 0  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = lambda *args: 0  # type: ignore[assignment]
+    torch.cuda.nvtx.range_push = lambda *args: 0
+    torch.cuda.nvtx.range_pop = lambda *args: 0
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 
@@ -110,8 +110,7 @@ def _types() -> None:
         answer = plain_type(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if not args and not kwargs else answer
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign]
-
+    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
 
 
 def is_applied() -> bool:

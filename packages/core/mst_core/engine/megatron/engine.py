@@ -98,7 +98,7 @@ class MegatronEngine:
         groups.stop()
 
     def _vocab_rows(self) -> int:
-        """Rows of the embedding: those of the directory, or more where the tensor parallel size does not divide them."""
+        """Rows of the embedding: those of the directory, rounded up to a multiple of the tensor parallel size."""
         stored = torch_dist.metadata(torch_dist.checkpoint_dir(self.model_dir))
         rows = stored["embedding.word_embeddings.weight"].shape[0]
         return -(-rows // self.spec.tp) * self.spec.tp

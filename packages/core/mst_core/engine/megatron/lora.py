@@ -71,7 +71,9 @@ class Adapter(torch.nn.Module):
         low = F.linear(x, self.lora_a.to(x.dtype))
         if self.column:
             low = (
-                tp.gather_from_sequence_parallel_region(low) if self.sp else tp.copy_to_tensor_model_parallel_region(low)
+                tp.gather_from_sequence_parallel_region(low)
+                if self.sp
+                else tp.copy_to_tensor_model_parallel_region(low)
             )
         else:
             low = (

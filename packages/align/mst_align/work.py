@@ -1,0 +1,48 @@
+"""The work of mst-align: the rows first, then the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mst_align.losses import dpo_objective
+from mst_align.spec import AlignSpec
+from mst_core.data import load
+from mst_core.data.render import Renderer, Sample, load_tokenizer
+from mst_core.engine import launch, run
+from mst_core.runplan import RunPlan
+from mst_core.spec import Result
+
+Pairs = load.Loaded[tuple[Sample, Sample]]
+
+
+def work(spec: AlignSpec, plan: RunPlan) -> Result:
+    """Refuse bad rows before any process starts, then align."""
+    loaded, evaluated = rows(spec, plan)
+    loaded.report("training rows")
+    if spec.eval_data:
+        evaluated.report("evaluation rows")
+    done = launch.run_ranks("mst_align.work:rank", plan.engine, spec.ranks, spec, plan)
+    return Result(text=str(spec.out), data=done)
+
+
+def rank(spec: AlignSpec, plan: RunPlan) -> dict[str, Any]:
+    """What each rank runs."""
+    loaded, evaluated = rows(spec, plan)
+    job = run.Job(
+        tool="mst-align",
+        spec=spec.model_copy(update={"seq_length": plan.seq_length}),
+        model_dir=plan.model_dir,
+        engine=plan.engine,
+        objective=dpo_objective(spec.beta),
+        units=loaded.samples,
+        eval_units=evaluated.samples,
+        rejected=loaded.rejects() + evaluated.rejects(),
+    )
+    return run.execute(job)
+
+
+def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Pairs, Pairs]:
+    """The training and evaluation pairs."""
+    renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
+    evaluated = load.pairs(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
+    return load.pairs(spec.data, renderer, spec.bad_rows), evaluated

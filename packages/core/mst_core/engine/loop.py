@@ -1,0 +1,195 @@
+"""The one trainer: order, batches, reference log-probabilities, steps, evaluation, metrics. Any objective, any engine."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mst_core import console
+from mst_core.checkpoint import Staging
+from mst_core.data.order import Order
+from mst_core.data.render import Sample
+from mst_core.engine import schedule
+from mst_core.engine.batches import collate
+from mst_core.engine.metrics import Metrics
+from mst_core.engine.seam import Batch, Engine, Objective
+from mst_core.errors import Stopped
+from mst_core.runspec import RunSpec
+
+Unit = tuple[Sample, ...]
+"""What is never split over micro-batches or ranks: one sample, or a chosen and a rejected one."""
+
+
+@dataclass
+class Fit:
+    """What a run did: steps, tokens learnt, first and last loss, the last evaluation."""
+
+    steps: int
+    tokens: int = 0
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+def total_steps(spec: RunSpec, units: int) -> int:
+    """Optimizer steps of a run: --steps, or epochs of whole global batches (the last one of an epoch may be smaller)."""
+    if spec.steps is not None:
+        return spec.steps
+    return max(1, math.ceil((spec.epochs or 1.0) * math.ceil(units / spec.global_batch)))
+
+
+def fit(
+    engine: Engine,
+    objective: Objective,
+    units: Sequence[Unit],
+    spec: RunSpec,
+    staging: Staging | None,
+    eval_units: Sequence[Unit] = (),
+) -> Fit:
+    """Train ``engine`` on ``units``. Every rank calls it with the same arguments (``staging`` on rank 0 only).
+
+    Raises RunError (NaN), Stopped (SIGTERM).
+    """
+    steps = total_steps(spec, len(units))
+    done = Fit(steps)
+    metrics = Metrics(staging)
+    references = _references(engine, objective, units, spec, "reference log-probabilities")
+    eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
+    warmup = schedule.warmup_steps(steps, spec.warmup)
+    batches = Order(len(units), spec.seed).batches(spec.global_batch)
+    with _stop_on_sigterm() as stopping, _progress(engine, steps) as bar:
+        for step in range(steps):
+            chosen = next(batches)
+            rate = schedule.lr(
+                step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
+            )
+            micro = micro_batches([units[i] for i in chosen], engine, spec, _pick(references, chosen))
+            start = time.monotonic()
+            values = engine.step(micro, objective, rate)
+            seconds = time.monotonic() - start
+            tokens = sum(len(sample.tokens) for i in chosen for sample in units[i])
+            done.tokens += tokens
+            values |= {"lr": rate, "tokens_per_s": tokens / seconds}
+            last = step + 1 == steps
+            if eval_units and (last or (spec.eval_every and (step + 1) % spec.eval_every == 0)):
+                done.evaluation = evaluate(engine, objective, eval_units, spec, eval_references)
+                values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
+            done.first, done.last = done.first or values, values
+            if last or step % spec.log_every == 0:
+                metrics.log(step + 1, values)
+            bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")
+            bar.advance()
+            if stopping:
+                raise Stopped(f"stopped by SIGTERM after step {step + 1} of {steps}; nothing was kept")
+    metrics.finish()
+    return done
+
+
+def evaluate(
+    engine: Engine, objective: Objective, units: Sequence[Unit], spec: RunSpec, references: list[Tensor] | None
+) -> dict[str, float]:
+    """The objective's terms over all of ``units``, forward only, each divided by its weight once."""
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    loss = 0.0
+    coefficients: dict[str, float] = {}
+    for start in range(0, len(units), spec.micro_batch):
+        indices = list(range(start, min(start + spec.micro_batch, len(units))))
+        batch = _collate([units[i] for i in indices], _pick(references, indices))
+        for name, term in objective.loss(engine.score(batch), batch).items():
+            sums[name] = sums.get(name, 0.0) + float(term.sum)
+            weights[name] = weights.get(name, 0.0) + term.weight
+            coefficients[name] = term.coefficient
+    means = {name: sums[name] / weights[name] if weights[name] else 0.0 for name in sums}
+    loss = sum(coefficients[name] * value for name, value in means.items())
+    return {**means, "loss": loss}
+
+
+def micro_batches(units: Sequence[Unit], engine: Engine, spec: RunSpec, references: list[Tensor] | None) -> list[Batch]:
+    """This data parallel rank's micro-batches of a global batch.
+
+    Micro-batch j goes to rank j modulo dp. Where they do not divide, the short ranks repeat a micro-batch with an
+    empty mask: its weight is 0, so it changes nothing, and every rank takes part in every collective.
+    """
+    size = spec.micro_batch
+    pieces = [(list(units[i : i + size]), _slice(references, i, size)) for i in range(0, len(units), size)]
+    while len(pieces) % engine.dp_size:
+        pieces.append(([_unlearnt(unit) for unit in pieces[0][0]], pieces[0][1]))
+    return [_collate(piece, found) for piece, found in pieces[engine.dp_rank :: engine.dp_size]]
+
+
+def _unlearnt(unit: Unit) -> Unit:
+    return tuple(Sample(sample.tokens, [0] * len(sample.tokens)) for sample in unit)
+
+
+def _collate(units: Sequence[Unit], references: list[Tensor] | None) -> Batch:
+    extra = {"ref_logp_B": torch.cat(references)} if references is not None else None
+    return collate([sample for unit in units for sample in unit], extra)
+
+
+def _references(
+    engine: Engine, objective: Objective, units: Sequence[Unit], spec: RunSpec, title: str
+) -> list[Tensor] | None:
+    """ref_logp_B of each unit under the reference: the model before its first step, an adapter being off.
+
+    One pass before the training, so no second model is ever held.
+    """
+    if not objective.reference or not units:
+        return None
+    found: list[Tensor] = []
+    with _progress(engine, len(units), title, "row") as bar:
+        for start in range(0, len(units), spec.micro_batch):
+            part = units[start : start + spec.micro_batch]
+            batch = _collate(part, None)
+            logp_B = (engine.score(batch, reference=True) * batch.mask_BT).sum(1)
+            found += list(logp_B.split(objective.rows))
+            bar.advance(len(part))
+    return found
+
+
+def _pick(references: list[Tensor] | None, indices: Sequence[int]) -> list[Tensor] | None:
+    return None if references is None else [references[i] for i in indices]
+
+
+def _slice(references: list[Tensor] | None, start: int, size: int) -> list[Tensor] | None:
+    return None if references is None else references[start : start + size]
+
+
+@contextmanager
+def _progress(engine: Engine, total: int, title: str = "training", unit: str = "step") -> Iterator[console.Bar]:
+    if engine.rank:
+        yield _Silent()
+    else:
+        with console.progress(title, total, unit) as bar:
+            yield bar
+
+
+class _Silent:
+    def advance(self, amount: float = 1) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[list[int]]:
+    """A list that is empty until SIGTERM asks to stop; the step in progress is finished first."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        asked.append(number)
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)

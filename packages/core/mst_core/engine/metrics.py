@@ -1,0 +1,74 @@
+"""What a run measured: metrics.jsonl, TensorBoard, and loss.png. Attachments of the output, outside its id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mst_core.checkpoint import Staging
+
+
+class Metrics:
+    """Written as the run goes on rank 0; with ``staging=None`` (the other ranks) nothing is written."""
+
+    def __init__(self, staging: Staging | None) -> None:
+        self._staging = staging
+        self._rows: list[dict[str, float]] = []
+        self._board: Any = None
+        if staging is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._file = (staging.path / "metrics.jsonl").open("w", encoding="utf-8")
+            self._board = SummaryWriter(str(staging.path / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The values after a step (counted from 1)."""
+        if self._staging is None:
+            return
+        row = {"step": step, **values}
+        self._rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Close the files, draw the plot, and enter all of them as attachments."""
+        if self._staging is None:
+            return
+        self._file.close()
+        self._board.close()
+        draw(self._rows, self._staging.path / "loss.png")
+        boards = sorted((self._staging.path / "tensorboard").iterdir())
+        for name in ("metrics.jsonl", "loss.png", *(f"tensorboard/{path.name}" for path in boards)):
+            self._staging.attach(name)
+
+
+def draw(rows: list[dict[str, float]], path: Path) -> None:
+    """The loss over the steps, and the rewards' accuracy below it where there is one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [
+        ("loss", "eval/loss"),
+        *([("rewards/accuracy",)] if any("rewards/accuracy" in row for row in rows) else []),
+    ]
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(7, 3.2 * len(panels)), sharex=True, squeeze=False)
+    for axis, names in zip(axes[:, 0], panels, strict=True):
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True), marker="o" if len(points) < 40 else None, markersize=3, label=name
+                )
+        axis.set_ylabel(names[0])
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    axes[-1, 0].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)

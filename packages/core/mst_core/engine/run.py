@@ -1,0 +1,80 @@
+"""One training run, whatever its objective: stage, engine, fit, save, commit. mst-train and mst-align are two Jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mst_core import checkpoint, files, manifest
+from mst_core.checkpoint import Staging
+from mst_core.engine import launch, loop
+from mst_core.engine.loop import Unit
+from mst_core.engine.seam import Engine, Objective
+from mst_core.manifest import Parent
+from mst_core.runspec import RunSpec
+
+NOT_IN_THE_ID = ("nproc", "log_every", "eval_every", "engine", "bad_rows")
+"""Settings of a run that do not change its bytes, or are recorded in another form."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a tool asks for."""
+
+    tool: str
+    spec: RunSpec
+    model_dir: Path
+    engine: str
+    objective: Objective
+    units: Sequence[Unit]
+    eval_units: Sequence[Unit] = ()
+    rejected: str = ""
+    """The content of rejected.jsonl, if rows were set aside."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def execute(job: Job) -> dict[str, Any]:
+    """Run ``job`` on this rank; the result (rank 0): out, id, steps and the last metrics."""
+    engine = launch.make_engine(job.engine, job.spec, job.model_dir)
+    with _staging(job, engine) as staging:
+        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units)
+        engine.save(staging)
+        result: dict[str, Any] = {}
+        if staging is not None:
+            if job.rejected:
+                (staging.path / "rejected.jsonl").write_text(job.rejected, encoding="utf-8")
+                staging.attach("rejected.jsonl")
+            made = _commit(job, staging, done)
+            result = {"out": str(job.spec.out), "id": made.id, "steps": done.steps, **done.last}
+    # Only after success: leaving the groups in good order would wait for ranks that failed.
+    engine.close()
+    return result
+
+
+def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]:
+    return nullcontext() if engine.rank else checkpoint.stage(job.spec.out, job.spec.overwrite)
+
+
+def _commit(job: Job, staging: Staging, done: loop.Fit) -> manifest.Manifest:
+    base = manifest.identify(job.model_dir)
+    adapter = job.spec.lora_rank is not None
+    data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in job.spec.data]
+    return staging.commit(
+        kind="adapter" if adapter else "model",
+        layout="peft" if adapter else base.layout,
+        encoding={} if adapter else base.encoding,
+        model=None if adapter else base.model,
+        parents=[Parent(role="base", id=base.id, weights=base.digests.weights), *data],
+        parent_dirs=[job.model_dir],
+        tool=job.tool,
+        settings={
+            **job.spec.effective(*NOT_IN_THE_ID),
+            "engine": job.engine,
+            "dp": job.spec.dp,
+            "skipped_rows": job.rejected.count("\n"),
+        },
+        notes={**job.notes, "steps": done.steps, "first": done.first, "last": done.last, "evaluation": done.evaluation},
+    )

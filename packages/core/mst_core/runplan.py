@@ -1,0 +1,149 @@
+"""The plan of a training run: what headers and files can tell before any process starts. Pure, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mst_core import checkpoint, families, hub, manifest, tensors, torch_dist
+from mst_core.errors import InputError, SettingsError
+from mst_core.parallel.layout import check_layout
+from mst_core.runspec import RunSpec
+from mst_core.spec import Plan
+
+SEQ_LENGTH = 1024
+"""The longest row where --seq-length says nothing."""
+
+
+class RunPlan(Plan):
+    """What a run will do."""
+
+    model: str
+    layout: str
+    family: str
+    parameters: int
+    engine: str
+    ranks: int
+    layout_of_ranks: str
+    trains: str
+    lines: int
+    seq_length: int
+    batch: str
+    out: str
+
+    @property
+    def model_dir(self) -> Path:
+        """The local directory behind --model."""
+        return Path(self.model)
+
+
+def plan_run(spec: RunSpec, title: str) -> RunPlan:
+    """Raises SettingsError or InputError for everything that need not wait for the run."""
+    checkpoint.check_out(spec.out, spec.overwrite)
+    model_dir = hub.resolve(spec.model)
+    layout = layout_of(model_dir)
+    engine = engine_for(spec, layout, model_dir)
+    hf = model_dir / "hf" if layout == "megatron" else model_dir
+    config = tensors.config(hf)
+    family = families.family_for(config, str(hf / "config.json"))
+    model = family.model(config, str(hf / "config.json"))
+    stored = torch_dist.metadata(torch_dist.checkpoint_dir(model_dir)) if layout == "megatron" else None
+    if stored is None:
+        _check_tensors(tensors.headers(model_dir), model, model_dir)
+    if engine == "megatron":
+        family.megatron(config, str(hf / "config.json"))
+        check_layout(model, spec, model_dir)
+    if not has_template(hf):
+        raise InputError(
+            "its tokenizer has no chat template",
+            where=hf,
+            hint="put the template of the model's family into chat_template.jinja beside tokenizer.json",
+        )
+    limit = int(config.get("max_position_embeddings") or SEQ_LENGTH)
+    seq_length = spec.seq_length or min(SEQ_LENGTH, limit)
+    if seq_length > limit:
+        raise SettingsError(f"--seq-length {spec.seq_length} is beyond the model's {limit} positions")
+    checkpoint.check_free(spec.out, 0 if spec.lora_rank else model.parameters * 2)
+    what = "all weights" if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
+    return RunPlan(
+        title=title,
+        model=str(model_dir),
+        layout=layout,
+        family=f"{family.name} ({family.architecture})",
+        parameters=model.parameters,
+        engine=engine,
+        ranks=spec.ranks,
+        layout_of_ranks=f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}{', sp' if spec.sp else ''}",
+        trains=f"{what}, {spec.precision}",
+        lines=count_lines([*spec.data, *spec.eval_data]),
+        seq_length=seq_length,
+        batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",
+        out=str(spec.out),
+    )
+
+
+def layout_of(model_dir: Path) -> str:
+    """hf or megatron. Raises InputError for anything else, with what it is."""
+    if model_dir.name.endswith(".partial"):
+        manifest.read(model_dir)
+    if model_dir.suffix == ".gguf":
+        hint = f"mst-convert --model {model_dir} --to hf --out {model_dir.with_suffix('')}-hf"
+        raise InputError("is a GGUF file, not a model to train", where=model_dir, hint=hint)
+    if (model_dir / "adapter_config.json").is_file():
+        hint = f"merge it first: mst-merge --model BASE --adapter {model_dir} --to hf --out {model_dir}-merged"
+        raise InputError("is an adapter, not a model", where=model_dir, hint=hint)
+    if torch_dist.is_megatron(model_dir):
+        if not (model_dir / "hf" / "config.json").is_file():
+            raise InputError("has no hf/config.json, so its family and tokenizer are unknown", where=model_dir)
+        return "megatron"
+    if (model_dir / "config.json").is_file():
+        return "hf"
+    raise InputError("is no model: neither config.json nor latest_checkpointed_iteration.txt", where=model_dir)
+
+
+def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
+    """The engine in effect. Raises InputError where the directory is not the one it eats."""
+    fitting = {"hf": "plain", "megatron": "megatron"}[layout]
+    engine = fitting if spec.engine == "auto" else spec.engine
+    if engine != fitting:
+        to = {"plain": "hf", "megatron": "megatron"}[engine]
+        hint = f"mst-convert --model {model_dir} --to {to} --out {model_dir}-{to}, or --engine {fitting}"
+        raise InputError(f"is a {layout} directory, which the {engine} engine does not eat", where=model_dir, hint=hint)
+    if engine == "plain" and (spec.ranks > 1 or spec.distributed_optimizer):
+        hint = f"mst-convert --model {model_dir} --to megatron --out {model_dir}-megatron"
+        raise InputError("is a Hugging Face directory; several ranks need a Megatron one", where=model_dir, hint=hint)
+    return engine
+
+
+def has_template(hf: Path) -> bool:
+    """Whether the tokenizer's files hold a chat template."""
+    if (hf / "chat_template.jinja").is_file() or (hf / "chat_template.json").is_file():
+        return True
+    path = hf / "tokenizer_config.json"
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("chat_template"))
+
+
+def count_lines(paths: Sequence[Path]) -> int:
+    """Lines of all files. Raises InputError for a file that is not there or of another kind."""
+    lines = 0
+    for path in paths:
+        if not path.is_file():
+            raise InputError("no such file" if not path.exists() else "is not a file", where=path)
+        if path.suffix not in (".jsonl", ".ndjson"):
+            raise InputError(f"rows come as .jsonl, not {path.suffix or 'without a suffix'}", where=path)
+        with path.open("rb") as file:
+            lines += sum(1 for line in file if line.strip())
+    return lines
+
+
+def _check_tensors(found: dict[str, Any], model: families.Model, where: Path) -> None:
+    wanted = {spec.name: spec.shape for spec in model.hf_tensors()}
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise InputError(f"lacks {len(missing)} tensors that its config needs: {shown}", where=where)
+    for name, shape in wanted.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise InputError(f"{name} is {list(found[name].shape)}, the config says {list(shape)}", where=where)

@@ -1,0 +1,15 @@
+"""The settings of mst-train."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mst_core.runspec import RunSpec
+
+
+class TrainSpec(RunSpec):
+    """Train a language model on your rows."""
+
+    stage: Literal["sft"] = Field("sft", description="sft: learn the assistant's turns of conversations")

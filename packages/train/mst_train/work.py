@@ -1,0 +1,46 @@
+"""The work of mst-train: the rows first, then the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mst_core.data import load
+from mst_core.data.render import Renderer, Sample, load_tokenizer
+from mst_core.engine import launch, run
+from mst_core.runplan import RunPlan
+from mst_core.spec import Result
+from mst_train.objective import SFT
+from mst_train.spec import TrainSpec
+
+
+def work(spec: TrainSpec, plan: RunPlan) -> Result:
+    """Refuse bad rows before any process starts, then train."""
+    loaded, evaluated = rows(spec, plan)
+    loaded.report("training rows")
+    if spec.eval_data:
+        evaluated.report("evaluation rows")
+    done = launch.run_ranks("mst_train.work:rank", plan.engine, spec.ranks, spec, plan)
+    return Result(text=str(spec.out), data=done)
+
+
+def rank(spec: TrainSpec, plan: RunPlan) -> dict[str, Any]:
+    """What each rank runs."""
+    loaded, evaluated = rows(spec, plan)
+    job = run.Job(
+        tool="mst-train",
+        spec=spec.model_copy(update={"seq_length": plan.seq_length}),
+        model_dir=plan.model_dir,
+        engine=plan.engine,
+        objective=SFT,
+        units=[(sample,) for sample in loaded.samples],
+        eval_units=[(sample,) for sample in evaluated.samples],
+        rejected=loaded.rejects() + evaluated.rejects(),
+    )
+    return run.execute(job)
+
+
+def rows(spec: TrainSpec, plan: RunPlan) -> tuple[load.Loaded[Sample], load.Loaded[Sample]]:
+    """The training and evaluation rows."""
+    renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
+    evaluated = load.sft(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
+    return load.sft(spec.data, renderer, spec.bad_rows), evaluated
