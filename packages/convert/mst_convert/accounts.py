@@ -82,9 +82,18 @@ def check_config(config: Mapping[str, object], where: Path) -> None:
 
 
 def account_hf(
-    model: Model, tasks: Sequence[Task], refs: Mapping[str, TensorRef], cast: str | None, where: Path
+    model: Model,
+    tasks: Sequence[Task],
+    refs: Mapping[str, TensorRef],
+    cast: str | None,
+    where: Path,
+    *,
+    mixed: bool = False,
 ) -> Imports:
-    """Match the tensors of a Hugging Face directory with ``tasks``; every fault in one InputError."""
+    """Match the tensors of a Hugging Face directory with ``tasks``; every fault in one InputError.
+
+    ``mixed``: the tensors of one key may differ in dtype (they are not going into one).
+    """
     wanted = {spec.name: spec.shape for task in tasks for spec in task.hf}
     buffers = tuple(sorted(name for name in refs if model.family.is_ignored(name, model.dims)))
     copied = refs.get(LM_HEAD) if model.tied else None
@@ -100,7 +109,7 @@ def account_hf(
         faults += _tensor_faults(copied, wanted[EMBEDDING])
     if faults:
         raise many(faults, what=f"{where} does not hold a {model.family.architecture}:", hint=_hint(model.family))
-    if not cast:
+    if not cast and not mixed:
         _check_even((task.key, [refs[spec.name].dtype for spec in task.hf]) for task in tasks)
     moves = []
     for task in tasks:

@@ -167,7 +167,7 @@ def _forward(model: Any, rows: Sequence[Arranged]) -> list[list[list[float]]]:
     ).logits
     total_BP = logits_BPV.float().logsumexp(-1)
     place = {index: p for p, index in enumerate(needed)}
-    scored = []
+    scored: list[list[list[float]]] = []
     for b, row in enumerate(rows):
         scored.append([])
         for part in row.targets:

@@ -1,4 +1,4 @@
-"""The one trainer: order, batches, reference log-probabilities, steps, evaluation, metrics. Any objective, any engine."""
+"""The one trainer: order, batches, reference, steps, evaluation, metrics. For any objective on any engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fit:
 
 
 def total_steps(spec: RunSpec, units: int) -> int:
-    """Optimizer steps of a run: --steps, or epochs of whole global batches (the last one of an epoch may be smaller)."""
+    """Optimizer steps of a run: --steps, or epochs of global batches (the last one of an epoch may be smaller)."""
     if spec.steps is not None:
         return spec.steps
     return max(1, math.ceil((spec.epochs or 1.0) * math.ceil(units / spec.global_batch)))

@@ -53,18 +53,16 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [
-        ("loss", "eval/loss"),
-        *([("rewards/accuracy",)] if any("rewards/accuracy" in row for row in rows) else []),
-    ]
+    panels: list[tuple[str, ...]] = [("loss", "eval/loss")]
+    if any("rewards/accuracy" in row for row in rows):
+        panels.append(("rewards/accuracy",))
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(7, 3.2 * len(panels)), sharex=True, squeeze=False)
     for axis, names in zip(axes[:, 0], panels, strict=True):
         for name in names:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
-                axis.plot(
-                    *zip(*points, strict=True), marker="o" if len(points) < 40 else None, markersize=3, label=name
-                )
+                dots = "o" if len(points) < 40 else None
+                axis.plot(*zip(*points, strict=True), marker=dots, markersize=3, label=name)
         axis.set_ylabel(names[0])
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""What divides what: whether a model fits a parallel layout. Pure arithmetic, so a plan can refuse before any process starts."""
+"""What divides what: whether a model fits a parallel layout. Pure arithmetic, so that a plan can refuse."""
 
 from __future__ import annotations
 

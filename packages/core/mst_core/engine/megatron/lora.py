@@ -70,18 +70,11 @@ class Adapter(torch.nn.Module):
 
         low = F.linear(x, self.lora_a.to(x.dtype))
         if self.column:
-            low = (
-                tp.gather_from_sequence_parallel_region(low)
-                if self.sp
-                else tp.copy_to_tensor_model_parallel_region(low)
-            )
+            cross = tp.gather_from_sequence_parallel_region if self.sp else tp.copy_to_tensor_model_parallel_region
         else:
-            low = (
-                tp.reduce_scatter_to_sequence_parallel_region(low)
-                if self.sp
-                else tp.reduce_from_tensor_model_parallel_region(low)
-            )
-        return F.linear(low, self.lora_b.to(x.dtype))
+            scatter, reduce = tp.reduce_scatter_to_sequence_parallel_region, tp.reduce_from_tensor_model_parallel_region
+            cross = scatter if self.sp else reduce
+        return F.linear(cross(low), self.lora_b.to(x.dtype))
 
 
 class Adapters(torch.nn.Module):
@@ -95,15 +88,15 @@ class Adapters(torch.nn.Module):
 
     def delta(self, x: Tensor) -> Tensor:
         """What to add to the layer's output, (S, B, out of this rank)."""
-        found = [self.parts[name](x) if name in self.parts else None for name in self.order]
-        if len(found) == 1:
-            return found[0] * self.scale  # type: ignore[operator]
+        found: list[Tensor | None] = [self.parts[name](x) if name in self.parts else None for name in self.order]
         sizes = [widths(self.dims, name)[1] // self.tp for name in self.order]
         like = next(part for part in found if part is not None)
         full = [
             like.new_zeros(*like.shape[:-1], size) if part is None else part
             for part, size in zip(found, sizes, strict=True)
         ]
+        if len(full) == 1:
+            return full[0] * self.scale
         if self.order[0] == "q_proj":
             # Megatron's rows stand by group: its queries, its key, its value (MAPPINGS 1.1).
             by_group = [part.unflatten(-1, (self.dims.groups // self.tp, -1)) for part in full]
@@ -151,6 +144,8 @@ def gather(adapters: Sequence[Adapters]) -> dict[str, Tensor]:
 
     mine: dict[str, Tensor] = {}
     for adapter in (part for group in adapters for part in group.parts.values()):
+        if not isinstance(adapter, Adapter):
+            continue
         for letter, parameter in (("A", adapter.lora_a), ("B", adapter.lora_b)):
             value = _main(parameter)
             if getattr(parameter, "tensor_model_parallel", False):

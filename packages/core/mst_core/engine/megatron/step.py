@@ -19,6 +19,8 @@ from torch import Tensor
 from mst_core.engine.megatron import groups
 from mst_core.engine.seam import Batch, Objective
 
+LastStage = Callable[[Tensor, Batch], tuple[Tensor, Any]]
+
 
 def mask_padding(model: Any, vocab: int) -> None:
     """Give the padded rows of the vocabulary probability 0: their logits become -inf on the rank that has them.
@@ -51,7 +53,7 @@ def forward_logp(model: Any, batch: Batch, multiple: int) -> Tensor:
     tokens_BS = torch.nn.functional.pad(batch.tokens_BT, (0, -batch.tokens_BT.shape[1] % multiple))
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
-    return model(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None, labels=labels_BS)  # type: ignore[no-any-return]
+    return model(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None, labels=labels_BS)
 
 
 def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
@@ -61,9 +63,7 @@ def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
     return torch.cat([first_B1, -output_BS[:, : length - 1]], dim=1).float()
 
 
-def run(
-    model: Any, batches: Sequence[Batch], last_stage: Callable[[Tensor, Batch], tuple[Tensor, Any]], *, forward_only: bool, multiple: int
-) -> list[Any]:  # fmt: skip
+def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_only: bool, multiple: int) -> list[Any]:
     """Megatron's schedule over the micro-batches.
 
     last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only
@@ -81,7 +81,7 @@ def run(
 
         return forward_logp(chunk, batch, multiple), loss
 
-    return get_forward_backward_func()(  # type: ignore[no-any-return]
+    return get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(batches),
         model=[model],

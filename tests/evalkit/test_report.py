@@ -1,0 +1,217 @@
+"""mst-eval as a user runs it: the report directory, its page, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mst_core import checkpoint, manifest
+from mst_core.data import rows as data_rows
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+EVIL = "<script>alert(1)</script>\" onload='x' & é"
+ROWS = [
+    *({"prompt": f"Is {n} even?", "choices": ["yes", "no"], "answer": n % 2} for n in range(9)),
+    {"prompt": EVIL, "choices": ["</pre><img src=x>", "no"], "answer": 0},
+    {"prompt": "q", "completion": "Pack my box"},
+    {"text": "The quick brown fox jumps over the lazy dog."},
+]
+
+
+def write(path: Path, found: list[dict[str, Any]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+class Page(HTMLParser):
+    """Tags and attributes of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def report(mst: Run, tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    place = tmp_path_factory.mktemp("eval")
+    out = place / "report"
+    done = mst(
+        "mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity", "--data", write(place / "rows.jsonl"),
+        "--out", out,
+    )  # fmt: skip
+    return out, done
+
+
+def test_the_report_directory(report: Any, tiny_hf: Callable[..., Path]) -> None:
+    out, done = report
+    assert done.stdout == f"{out}\n"
+    assert "accuracy" in done.stderr
+    assert checkpoint.verify(out) == []
+    made = manifest.read(out)
+    model, data = made.parents
+    assert (made.kind, made.layout) == ("report", "report")
+    assert (model.role, model.id) == ("model", manifest.identify(tiny_hf("llama")).id)
+    assert (data.role, data.id) == ("data", data_rows.digest([out.parent / "rows.jsonl"]))
+    assert [entry.path for entry in made.files] == ["report.json", "rows.jsonl"]
+    body = json.loads((out / "report.json").read_text())
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == list(range(1, 13))
+    choices = rows[:10]
+    assert body["tasks"]["choice"]["accuracy"] == pytest.approx(sum(row["correct"] for row in choices) / 10)
+    assert body["tasks"]["choice"]["margin"] == pytest.approx(sum(row["margin"] for row in choices) / 10, abs=1e-6)
+    assert body["tasks"]["perplexity"]["tokens"] == rows[10]["tokens"] + rows[11]["tokens"]
+    assert str(out.parent) not in (out / "report.json").read_text() + (out / "rows.jsonl").read_text()
+
+
+def test_the_page_stands_alone_and_is_escaped(report: Any) -> None:
+    text = (report[0] / "report.html").read_text()
+    page = Page(text)
+    kinds = [tag for tag, _ in page.tags]
+    assert "script" not in kinds
+    assert "link" not in kinds
+    images = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
+    assert len(images) == 2
+    for source, name in zip(images, ("margins.png", "nll.png"), strict=True):
+        assert base64.b64decode(source.removeprefix("data:image/png;base64,")) == (report[0] / name).read_bytes()
+    assert not any(key.startswith("on") for _, attrs in page.tags for key in attrs)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&quot;" in text
+    assert text.count("<tr>") > len(ROWS)
+
+
+def test_twice_the_same_command_is_the_same_id(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> None:
+    out, _ = report
+    again = out.parent / "again"
+    done = mst(
+        "mst-eval", "--json", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity",
+        "--data", out.parent / "rows.jsonl", "--out", again,
+    )  # fmt: skip
+    said = json.loads(done.stdout)
+    assert said["id"] == manifest.read(again).id == manifest.read(out).id
+    assert said["tasks"] == json.loads((out / "report.json").read_text())["tasks"]
+
+
+def test_the_batch_size_does_not_matter(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> None:
+    out, _ = report
+    for size in (1, 5):
+        other = out.parent / f"batch-{size}"
+        mst(
+            "mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity", "--batch-size", size,
+            "--data", out.parent / "rows.jsonl", "--out", other,
+        )  # fmt: skip
+        for one, two in zip(*((d / "rows.jsonl").read_text().splitlines() for d in (out, other)), strict=True):
+            left, right = json.loads(one), json.loads(two)
+            assert left.keys() == right.keys()
+            for key, value in left.items():
+                assert right[key] == (
+                    pytest.approx(value, abs=1e-5) if key in ("logp", "nll", "margin") else right[key]
+                )
+
+
+def test_bf16_is_near(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> None:
+    out, _ = report
+    mst(
+        "mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity", "--precision", "bf16",
+        "--data", out.parent / "rows.jsonl", "--out", out.parent / "bf16",
+    )  # fmt: skip
+    full, half = (
+        json.loads((d / "report.json").read_text())["tasks"]["perplexity"] for d in (out, out.parent / "bf16")
+    )
+    assert half["nll"] != full["nll"]
+    assert half["nll"] == pytest.approx(full["nll"], rel=0.02)
+
+
+def test_bad_rows(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", [*ROWS[:3], {"prompt": "q", "choices": ["a", "b"], "answer": 7}])
+    words = ("mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice", "--data", data, "--out", tmp_path / "out")
+    done = mst(*words, code=3)
+    assert f"{data}:4: answer is 7" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = mst(*words, "--bad-rows", "skip")
+    assert "1 of 4 rows were set aside" in done.stderr
+    (rejected,) = map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())
+    assert rejected["line"] == 4
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["data"]["rejected"] == 1
+    assert checkpoint.verify(tmp_path / "out") == []
+
+
+def test_a_dry_run_writes_nothing(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    words = ("mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice", "--data", write(tmp_path / "r.jsonl"))
+    done = mst(*words, "--out", tmp_path / "out", "--dry-run", "--json")
+    assert json.loads(done.stdout)["seq_length"] == 256
+    done = mst(*words, "--out", tmp_path / "out", "--dry-run", "--seq-length", 64)
+    assert "64 tokens" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.jsonl"]
+
+
+def test_refused_models(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path, report: Any) -> None:
+    good, data = tiny_hf("llama"), write(tmp_path / "r.jsonl")
+    adapter, megatron, cut = tmp_path / "adapter", tmp_path / "megatron", tmp_path / "cut"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    megatron.mkdir()
+    (megatron / "latest_checkpointed_iteration.txt").write_text("release")
+    shutil.copytree(good, cut)
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.truncate(20_000)
+    for model, words in (
+        (tmp_path / "none", "no such directory"),
+        (adapter, f"mst-merge --model BASE --adapter {adapter}"),
+        (megatron, f"mst-convert --model {megatron} --to hf"),
+        (cut, "is truncated"),
+        (report[0], "holds a report"),
+        (tiny_hf("llama", template=None), "no chat template"),
+        (tmp_path, "no config.json"),
+    ):
+        done = mst("mst-eval", "--model", model, "--tasks", "choice", "--data", data, "--out", tmp_path / "o", code=3)
+        assert words in done.stderr
+        assert done.stderr.count("\n") <= 3, done.stderr
+    assert not list(tmp_path.glob("o*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--tasks", "choise"), 2, "--tasks"),
+        (("--tasks", "choice,choice"), 2, "each task once"),
+        (("--batch-size", "0"), 2, "--batch-size"),
+        (("--seq-length", "500"), 3, "more than the model's 256 positions"),
+        (("--data", "none.jsonl"), 3, "none.jsonl: no such file"),
+        (("--precison", "bf16"), 2, "did you mean --precision"),
+    ],
+)
+def test_refused_settings(
+    mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path, flags: tuple[str, str], code: int, words: str
+) -> None:
+    base = {"--model": tiny_hf("llama"), "--tasks": "choice", "--data": write(tmp_path / "r.jsonl")}
+    settings = {**base, "--out": tmp_path / "out", flags[0]: flags[1]}
+    done = mst("mst-eval", *(word for pair in settings.items() for word in pair), code=code)
+    assert words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    words = (
+        "mst-eval",
+        "--model",
+        tiny_hf("llama"),
+        "--tasks",
+        "choice",
+        "--data",
+        write(tmp_path / "r.jsonl", ROWS[:4]),
+    )
+    assert "--overwrite" in mst(*words, "--out", tmp_path / "out", code=3).stderr
+    mst(*words, "--out", tmp_path / "out", "--overwrite")
+    assert manifest.read(tmp_path / "out").kind == "report"
