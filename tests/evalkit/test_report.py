@@ -66,6 +66,7 @@ def test_the_report_directory(report: Any, tiny_hf: Callable[..., Path]) -> None
     assert (data.role, data.id) == ("data", data_rows.digest([out.parent / "rows.jsonl"]))
     assert [entry.path for entry in made.files] == ["report.json", "rows.jsonl"]
     body = json.loads((out / "report.json").read_text())
+    assert (body["model"]["id"], body["model"]["weights"]) == (model.id, model.weights)
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert [row["line"] for row in rows] == list(range(1, 13))
     choices = rows[:10]
@@ -93,12 +94,14 @@ def test_the_page_stands_alone_and_is_escaped(report: Any) -> None:
 def test_twice_the_same_command_is_the_same_id(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> None:
     out, _ = report
     again = out.parent / "again"
+    renamed = write(out.parent / "other-name.jsonl")  # names and the order of tasks do not change what is measured
     done = mst(
-        "mst-eval", "--json", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity",
-        "--data", out.parent / "rows.jsonl", "--out", again,
+        "mst-eval", "--json", "--model", tiny_hf("llama"), "--tasks", "perplexity,choice",
+        "--data", renamed, "--out", again,
     )  # fmt: skip
     said = json.loads(done.stdout)
     assert said["id"] == manifest.read(again).id == manifest.read(out).id
+    assert said["model"]["id"] == manifest.identify(tiny_hf("llama")).id
     assert said["tasks"] == json.loads((out / "report.json").read_text())["tasks"]
 
 

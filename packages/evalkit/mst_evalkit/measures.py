@@ -22,7 +22,7 @@ def choice_row(question: Question, logps: Sequence[Sequence[float]]) -> dict[str
     means = [total / len(tokens) for total, tokens in zip(sums, logps, strict=True)]
     return {
         "task": "choice",
-        "file": question.file,
+        "file": question.number,
         "line": question.line,
         "answer": question.right,
         "logp": [round(value, DIGITS) for value in sums],
@@ -41,7 +41,7 @@ def choice(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "rows": len(rows),
         "accuracy": _mean([row["correct"] for row in rows]),
         "accuracy_interval": wilson(right, len(rows)),
-        "accuracy_per_token": _mean([row["correct_per_token"] for row in rows]),
+        "accuracy_norm": _mean([row["correct_per_token"] for row in rows]),
         "margin": _mean([row["margin"] for row in rows]),
         "guessing": _mean([1 / len(row["logp"]) for row in rows]),
     }
@@ -53,7 +53,7 @@ def perplexity_row(question: Question, logps: Sequence[Sequence[float]]) -> dict
     nll = -math.fsum(value for part in logps for value in part)
     return {
         "task": "perplexity",
-        "file": question.file,
+        "file": question.number,
         "line": question.line,
         "tokens": tokens,
         "nll": round(nll, DIGITS),

@@ -19,7 +19,7 @@ LEGEND = {
     "rows": "rows measured",
     "accuracy": "share of rows whose right answer is the likeliest (log-probability of the whole answer)",
     "accuracy_interval": "95 % interval of the accuracy (Wilson): how far another sample of rows may lie",
-    "accuracy_per_token": "the same by the mean log-probability per token, which does not favour short answers",
+    "accuracy_norm": "the same by the mean log-probability per token, which does not favour short answers",
     "margin": "mean lead of the right answer over the best wrong one, in nats",
     "guessing": "accuracy of a guess",
     "tokens": "tokens scored: the assistant's (end-of-turn token included), or all but the first of a text",
@@ -97,7 +97,8 @@ def html(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"><style>{STYLE}</style></head><body>',
         f"<h1>{escape(title)}</h1>",
-        f'<p class="id">model {escape(body["model"])}<br>data {escape(body["data"]["id"])}: {_counts(body["data"])}'
+        f'<p class="id">model {escape(body["model"]["id"])}'
+        f"<br>data {escape(body['data']['id'])}: {_counts(body['data'])}"
         f"<br>{escape(body['precision'])}, rows up to {body['seq_length']:,} tokens</p>",
     ]
     for task, figures in body["tasks"].items():

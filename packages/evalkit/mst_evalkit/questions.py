@@ -8,7 +8,7 @@ perplexity    every SFT row (data/shapes.py), and {"text": "..."}
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Question:
     """The candidates' texts, for a reader."""
     right: int = -1
     """Which candidate is right; -1 where there is no question."""
+    number: int = 0
+    """Which of the files the row is from: in rows.jsonl, where a name would make the id depend on it."""
 
 
 def read(
@@ -53,7 +55,8 @@ def read(
 ) -> Loaded[Question]:
     """All rows as questions of their tasks. Raises one error for all bad rows, and if a task got no row."""
     maker = _Maker(tasks, tokenizer, seq_length)
-    loaded = load.load(paths, lambda row: [maker.question(row)], bad_rows)
+    numbers = {str(path): number for number, path in enumerate(paths)}
+    loaded = load.load(paths, lambda row: [replace(maker.question(row), number=numbers[row.file])], bad_rows)
     for task in tasks:
         if not any(question.task == task for question in loaded.samples):
             raise InputError(f"holds no row for the task {task}", where=", ".join(map(str, paths)))

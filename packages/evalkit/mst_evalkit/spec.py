@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from mst_core.spec import Spec
 
 Task = Literal["choice", "perplexity"]
+TASKS: tuple[Task, ...] = ("choice", "perplexity")
 
 
 class EvalSpec(Spec):
@@ -21,7 +22,7 @@ class EvalSpec(Spec):
     )
     data: tuple[Path, ...] = Field(description="JSONL files of rows; each row goes to the task that its fields fit")
     out: Path = Field(description="the report directory that comes out")
-    batch_size: int = Field(8, ge=1, description="rows per forward pass")
+    batch_size: int = Field(16, ge=1, description="rows per forward pass")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="weights and arithmetic")
     seq_length: int | None = Field(
         None, ge=2, description="longest row in tokens (default: what the config allows); longer texts go in windows"
@@ -35,7 +36,7 @@ class EvalSpec(Spec):
     def _each_once(cls, value: tuple[Task, ...]) -> tuple[Task, ...]:
         if not value or len(set(value)) != len(value):
             raise ValueError("name each task once, and at least one")
-        return value
+        return tuple(task for task in TASKS if task in value)  # one order, so one id
 
     @field_validator("data")
     @classmethod

@@ -10,7 +10,7 @@ from mst_core import checkpoint, console, manifest
 from mst_core.data import rows
 from mst_core.data.load import Loaded
 from mst_core.data.render import load_tokenizer
-from mst_core.manifest import Parent
+from mst_core.manifest import Manifest, Parent
 from mst_core.spec import Result
 from mst_evalkit import measures, page, questions, scoring
 from mst_evalkit.plan import EvalPlan
@@ -31,7 +31,7 @@ def work(spec: EvalSpec, plan: EvalPlan) -> Result:
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
         parent = manifest.identify(plan.directory)
         measured = _measure(model, loaded.samples, spec.batch_size)
-        body = _report(spec, plan, parent.id, loaded, measured)
+        body = _report(spec, plan, parent, loaded, measured)
         staging.write("report.json", json.dumps(body, indent=2, ensure_ascii=False) + "\n")
         staging.write("rows.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in measured))
         # Pages and pictures are for people: other versions of matplotlib draw other bytes, the measurement is the same.
@@ -84,13 +84,13 @@ def _measure(model: Any, asked: list[Question], batch_size: int) -> list[dict[st
 
 
 def _report(
-    spec: EvalSpec, plan: EvalPlan, model_id: str, loaded: Loaded[Question], measured: list[dict[str, Any]]
+    spec: EvalSpec, plan: EvalPlan, model: Manifest, loaded: Loaded[Question], measured: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """report.json: no paths, names or times, so that the same measurement is the same file."""
     makers = {"choice": measures.choice, "perplexity": measures.perplexity}
     return {
         "format": FORMAT,
-        "model": model_id,
+        "model": {"id": model.id, "weights": model.digests.weights},
         "data": {
             "id": rows.digest(spec.data),
             "rows": loaded.rows,

@@ -33,9 +33,7 @@ def open_base(source: Path) -> Job:
     job.source = job.hf_dir = source
     job.parent = manifest_of(source)
     read_model(job, source)
-    job.moves = accounts.account_hf(
-        job.model, tasks(job.model), tensors.headers(source), None, source, mixed=True
-    )
+    job.moves = accounts.account_hf(job.model, tasks(job.model), tensors.headers(source), None, source, mixed=True)
     return job
 
 

@@ -41,8 +41,8 @@ def tokenizer_files(
             raise InputError("--tokenizer adapter: it has no tokenizer files", where=adapter)
         return theirs, []
     differing = sorted(name for name in theirs if name not in ours or not _same(ours[name], theirs[name]))
-    vocabulary = [name for name in differing if name in VOCABULARY and not (name not in ours and ours)]
-    if ours and not choice and vocabulary:
+    vocabulary = [name for name in differing if name in VOCABULARY and name in ours]
+    if vocabulary and not choice:
         raise InputError(
             f"the adapter brings a tokenizer with another vocabulary than the base's ({', '.join(vocabulary)})",
             where=adapter,

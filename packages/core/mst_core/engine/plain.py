@@ -55,6 +55,9 @@ class PlainEngine:
             model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
         )
         model.config.use_cache = False
+        # transformers keeps the gradient from the embedding of the padding token. That token is often the end of a turn
+        # as well, padding is never learnt here, and no other engine has such an exception.
+        model.get_input_embeddings().padding_idx = None
         if spec.lora_rank is not None:
             self.targets = lora.targets(spec.lora_targets)
             model = lora.wrap(model, spec.seed, spec.lora_rank, spec.alpha, self.targets)

@@ -83,6 +83,11 @@ class MegatronEngine:
                 return step.score(self.model, batch, self.multiple)
         return step.score(self.model, batch, self.multiple)
 
+    def logits(self, batch: Batch) -> Tensor | None:
+        """logits_BTV of the real vocabulary on the last pipeline stage, None elsewhere. For comparisons, TP 1 only."""
+        self.model.eval()
+        return step.logits(self.model, batch, self.dims.vocab)
+
     def save(self, staging: Staging | None) -> None:
         """A Megatron directory, or a PEFT adapter. Every rank calls it; rank 0 writes."""
         if self.spec.lora_rank is None:

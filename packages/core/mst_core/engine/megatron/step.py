@@ -124,6 +124,30 @@ def score(model: Any, batch: Batch, multiple: int) -> Tensor:
     return found_BT.cpu()
 
 
+def logits(model: Any, batch: Batch, vocab: int) -> Tensor | None:
+    """logits_BTV (fp32) on the last stage, None elsewhere; what oracles compare and no objective ever sees."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+        part = on_device(next(iterator))
+        positions_BT = torch.arange(part.tokens_BT.shape[1], device=part.tokens_BT.device).expand_as(part.tokens_BT)
+        out = chunk(input_ids=part.tokens_BT, position_ids=positions_BT, attention_mask=None)
+        return out, lambda found, non_loss_data=False: found[..., :vocab].float()
+
+    with torch.no_grad():
+        kept = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([batch]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=batch.tokens_BT.shape[1],
+            micro_batch_size=batch.tokens_BT.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return kept[0] if kept else None
+
+
 def on_device(batch: Batch) -> Batch:
     """The batch where this rank computes."""
     device = groups.device()

@@ -1,0 +1,163 @@
+"""One rank of test_megatron_engine.py, under torchrun: the engine as a trainer uses it, many cases in one process.
+
+    python -m torch.distributed.run --nproc-per-node 2 megatron_ranks.py PLAN.json
+
+A case is settings, batches, an objective and steps; what it found is written to ``rank-R-of-W.pt``. Importing
+megatron costs 6 s of CPU a process, so all cases of one world size share one launch. The reference (PlainEngine) runs
+through the same ``play`` in the test's own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mst_align.losses import dpo_objective
+from mst_core import checkpoint
+from mst_core.engine.seam import Batch, Engine, Objective, Term
+from mst_core.errors import RunError
+from mst_core.runspec import RunSpec
+from mst_train.objective import SFT
+
+RATES = (1e-3, 2e-3, 3e-3, 2e-3, 1e-3)
+
+
+def nan_gradient(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:
+    """A loss of 0 whose gradient is not a number: sqrt at 0."""
+    return {"zero": Term(((logp_BT * batch.mask_BT).sum() * 0).abs().sqrt(), 1.0)}
+
+
+OBJECTIVES = {"sft": SFT, "dpo": dpo_objective(0.5), "nan": Objective("nan", nan_gradient)}
+
+
+def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, prompts: bool = True) -> list[Batch]:
+    """``rows`` random sequences in micro-batches, right padded with id 0, each micro-batch to its own length."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(rows):
+        length = int(torch.randint(9, longest + 1, (), generator=generator))
+        start = int(torch.randint(1, length - 3, (), generator=generator)) if prompts else 1
+        made.append((torch.randint(0, vocab, (length,), generator=generator), start))
+    found = []
+    for first in range(0, rows, micro):
+        part = made[first : first + micro]
+        width = max(len(tokens) for tokens, _ in part)
+        tokens_BT = torch.zeros(len(part), width, dtype=torch.int64)
+        mask_BT = torch.zeros(len(part), width)
+        for row, (tokens, start) in enumerate(part):
+            tokens_BT[row, : len(tokens)] = tokens
+            mask_BT[row, start : len(tokens)] = 1.0
+        found.append(Batch(tokens_BT, mask_BT, torch.tensor([len(tokens) for tokens, _ in part])))
+    return found
+
+
+def spec_of(case: dict[str, Any]) -> RunSpec:
+    """The settings of a case."""
+    fields = {"precision": "fp32", "weight_decay": 0.1, "lr": max(RATES), **case["settings"]}
+    return RunSpec(model=case["model"], data=(Path("none.jsonl"),), out=Path("none"), global_batch=8, **fields)
+
+
+def with_reference(engine: Engine, objective: Objective, found: Sequence[Batch]) -> list[Batch]:
+    """The batches with ref_logp_B, as loop.fit computes it."""
+    if not objective.reference:
+        return list(found)
+    return [
+        replace(b, extra={"ref_logp_B": (engine.score(b, reference=True) * b.mask_BT).sum(1)}) for b in found
+    ]
+
+
+def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
+    """Score, train, score again; what a trainer sees, the same on every rank."""
+    objective, micro = OBJECTIVES[case["objective"]], case["settings"].get("micro_batch", 1) * case.get("rows", 1)
+    probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
+    found: dict[str, Any] = {"before": engine.score(probe), "steps": []}
+    for step, rate in enumerate(RATES[: case["steps"]]):
+        whole = with_reference(engine, objective, batches(step, 8, micro, case["vocab"])) if step == 0 else None
+        if whole is None:
+            whole = batches(step, 8, micro, case["vocab"])
+            if objective.reference:  # of step 0's model: any fixed number does here
+                whole = [replace(b, extra={"ref_logp_B": -5.0 * b.mask_BT.sum(1)}) for b in whole]
+        found["steps"].append(engine.step(whole[engine.dp_rank :: engine.dp_size], objective, rate))
+    found["after"] = engine.score(probe)
+    found["reference"] = engine.score(probe, reference=True)
+    return found
+
+
+def refuse(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
+    """Two steps that must be refused, the weights being those of before."""
+    probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
+    before = engine.score(probe)
+    poison = [
+        replace(b, extra={"ref_logp_B": b.mask_BT.sum(1) * float("nan")}) for b in batches(0, 8, 2, case["vocab"])
+    ]
+    said = []
+    for objective, given in (("dpo", poison), ("nan", batches(0, 8, 2, case["vocab"]))):
+        try:
+            engine.step(given[engine.dp_rank :: engine.dp_size], OBJECTIVES[objective], 1e-3)
+            said.append("no error")
+        except RunError as error:
+            said.append(str(error))
+    found = {"said": said, "same": torch.equal(before, engine.score(probe))}
+    # A refused step leaves nothing behind: the next one is a first step.
+    found["next"] = engine.step(
+        batches(0, 8, 2, case["vocab"])[engine.dp_rank :: engine.dp_size], OBJECTIVES["sft"], 1e-3
+    )
+    return found
+
+
+def save(engine: Engine, out: Path) -> None:
+    """What run.execute does at the end, without parents."""
+    if engine.rank:
+        engine.save(None)
+        return
+    with checkpoint.stage(out) as staging:
+        engine.save(staging)
+        staging.commit(kind="model", layout="megatron", encoding={}, model=None, parents=[], parent_dirs=[], tool="t",
+                       settings={}, notes={})  # fmt: skip
+
+
+def logits(engine: Any, case: dict[str, Any]) -> Tensor:
+    """Of the whole model on this rank (TP 1, PP 1)."""
+    tokens = batches(99, 3, 3, case["vocab"], prompts=False)[0].tokens_BT
+    with torch.no_grad():
+        found = engine.raw(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    return found[..., : case["vocab"]].float()
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo")
+    from mst_core.engine.megatron.engine import MegatronEngine
+
+    world, findings = dist.get_world_size(), {}
+    for name, case in plan["cases"].items():
+        if case["world"] != world:
+            continue
+        engine = MegatronEngine(spec_of({**case, "settings": {**case["settings"], "nproc": world}}), Path(case["model"]))
+        found = refuse(engine, case) if case.get("refuse") else play(engine, case)
+        if case.get("logits"):
+            found["logits"] = logits(engine, case)
+        if case.get("save"):
+            save(engine, Path(case["save"]))
+        findings[name] = found
+
+        from megatron.core import parallel_state
+
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    torch.save(findings, Path(plan["out"], f"rank-{os.environ['RANK']}-of-{world}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
