@@ -1,4 +1,4 @@
-"""What every test needs: tiny real models of each family with a real tokenizer, and the commands as a user runs them."""
+"""What every test needs: tiny real models with a real tokenizer, and the commands as a user runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CORPUS = [
@@ -90,7 +91,7 @@ def make_hf(
 
 @pytest.fixture(scope="session")
 def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_hf("qwen2", dtype=..., ...)``: a tiny HF directory, made once for each set of arguments. Do not change it."""
+    """``tiny_hf("qwen2", dtype=..., ...)``: a tiny HF directory, made once. Do not change it."""
     made: dict[Any, Path] = {}
 
     def make(family: str = "llama", **options: Any) -> Path:

@@ -70,9 +70,7 @@ def with_reference(engine: Engine, objective: Objective, found: Sequence[Batch])
     """The batches with ref_logp_B, as loop.fit computes it."""
     if not objective.reference:
         return list(found)
-    return [
-        replace(b, extra={"ref_logp_B": (engine.score(b, reference=True) * b.mask_BT).sum(1)}) for b in found
-    ]
+    return [replace(b, extra={"ref_logp_B": (engine.score(b, reference=True) * b.mask_BT).sum(1)}) for b in found]
 
 
 def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +140,9 @@ def main() -> None:
     for name, case in plan["cases"].items():
         if case["world"] != world:
             continue
-        engine = MegatronEngine(spec_of({**case, "settings": {**case["settings"], "nproc": world}}), Path(case["model"]))
+        engine = MegatronEngine(
+            spec_of({**case, "settings": {**case["settings"], "nproc": world}}), Path(case["model"])
+        )
         found = refuse(engine, case) if case.get("refuse") else play(engine, case)
         if case.get("logits"):
             found["logits"] = logits(engine, case)

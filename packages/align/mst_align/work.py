@@ -6,6 +6,7 @@ from typing import Any
 
 from mst_align.losses import dpo_objective
 from mst_align.spec import AlignSpec
+from mst_core import devices
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.engine import launch, run
@@ -28,9 +29,10 @@ def work(spec: AlignSpec, plan: RunPlan) -> Result:
 def rank(spec: AlignSpec, plan: RunPlan) -> dict[str, Any]:
     """What each rank runs."""
     loaded, evaluated = rows(spec, plan)
+    effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-align",
-        spec=spec.model_copy(update={"seq_length": plan.seq_length}),
+        spec=spec.model_copy(update=effective),
         model_dir=plan.model_dir,
         engine=plan.engine,
         objective=dpo_objective(spec.beta),

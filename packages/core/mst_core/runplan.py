@@ -76,7 +76,7 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         engine=engine,
         ranks=spec.ranks,
         layout_of_ranks=f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}{', sp' if spec.sp else ''}",
-        trains=f"{what}, {spec.precision}",
+        trains=f"{what}, {spec.precision or 'bf16, on a CPU fp32'}",
         lines=count_lines([*spec.data, *spec.eval_data]),
         seq_length=seq_length,
         batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",

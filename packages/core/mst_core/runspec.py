@@ -79,7 +79,9 @@ class RunSpec(Spec):
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW")
     clip_grad: float = Field(1.0, ge=0, allow_inf_nan=False, description="global gradient norm; 0 turns it off")
-    precision: Literal["fp32", "bf16"] = Field("bf16", description="arithmetic of the forward and backward pass")
+    precision: Literal["fp32", "bf16"] | None = Field(
+        None, description="of the forward and backward pass (default: bf16 on an accelerator, fp32 on a CPU)"
+    )
 
     lora_rank: int | None = Field(None, ge=1, description="train a LoRA adapter of this rank (default: all weights)")
     lora_alpha: float | None = Field(None, gt=0, description="LoRA scale is alpha / rank (default: 2 x rank)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mst_core import devices
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.engine import launch, run
@@ -26,9 +27,10 @@ def work(spec: TrainSpec, plan: RunPlan) -> Result:
 def rank(spec: TrainSpec, plan: RunPlan) -> dict[str, Any]:
     """What each rank runs."""
     loaded, evaluated = rows(spec, plan)
+    effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-train",
-        spec=spec.model_copy(update={"seq_length": plan.seq_length}),
+        spec=spec.model_copy(update=effective),
         model_dir=plan.model_dir,
         engine=plan.engine,
         objective=SFT,
