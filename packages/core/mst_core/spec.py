@@ -217,7 +217,7 @@ def _metavar(kind: str) -> str:
     for word in ("Path", "int", "float", "str"):
         if word in kind:
             return word.upper()
-    return kind.upper()
+    return "{" + kind + "}"
 
 
 def _sentence(spec: type[Settings], problem: Any, from_file: set[str]) -> str:

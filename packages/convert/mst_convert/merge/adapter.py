@@ -72,8 +72,8 @@ REFUSED: dict[str, str] = {
     "arrow_config": "Arrow routes between adapters by the input; a merged weight cannot",
     "megatron_config": f"the adapter was trained on Megatron's own layers; {LATER}",
 }
-# init_lora_weights under which the base that was trained on is the base as published. Others (pissa, olora, corda, lora_ga,
-# loftq) train on a changed base: their A and B belong to that one, unless PEFT converted them on saving.
+# init_lora_weights under which the base that was trained on is the base as published. Others (pissa, olora, corda,
+# lora_ga, loftq) train on a changed base: their A and B belong to that one, unless PEFT converted them on saving.
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Names of tensors that PEFT writes and this merge has no place for.
 FOREIGN: tuple[tuple[str, str], ...] = (
@@ -126,7 +126,7 @@ def read(directory: Path) -> Adapter:
             where=directory,
             hint="load it with PEFT and save_pretrained() it: that writes safetensors" if pickled else None,
         )
-    pairs, wrong = pair_up(tensors.file_header(weights), config)
+    pairs, wrong = pair_up(tensors.file_headers(weights), config)
     if wrong:
         raise many(
             [InputError(reason) for reason in wrong],
@@ -273,7 +273,7 @@ def _why_foreign(name: str) -> str:
 
 
 def is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Would PEFT adapt this linear module? Its ``check_target_module_exists``; False where the config leaves it open."""
+    """Would PEFT adapt this linear module (``check_target_module_exists``)? False where the config leaves it open."""
     targets = config.get("target_modules")
     exclude = config.get("exclude_modules")
     if not targets or targets == "all-linear" or _listed(exclude, module) or not _listed(targets, module):

@@ -1,6 +1,7 @@
 """The base of a merge, in either layout, as Hugging Face tensors: which there are (headers), and one after the other.
 
-Both layouts give the same tensors in the same order, so that a merge into one equals a merge into the other byte for byte.
+Both layouts give the same tensors in the same order, so that a merge into one equals a merge into the other byte for
+byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whose config and tokenizer a merged model gets: the base's, byte for byte, unless the adapter's would read text otherwise.
+"""Whose config and tokenizer a merged model gets: the base's, unless the adapter's would read text otherwise.
 
 Trainers put a tokenizer beside the adapter. Saved again it often differs in nothing that matters (padding, truncation,
 the order of keys), or in the chat template, which the user may have edited on either side. Only a different vocabulary

@@ -131,7 +131,7 @@ def _merged(base: torch.Tensor, pair: peft.Pair, ledger: Ledger) -> torch.Tensor
         raise InputError(
             f"{outcome.not_finite} of {base.numel()} merged values are not finite in {str(base.dtype)[6:]}",
             where=f"{pair.module}.weight",
-            hint="the base holds such values, or the delta is too large for its dtype (mst-convert --dtype casts a base)",
+            hint="the base holds such values, or the delta is too large for its dtype (mst-convert --dtype)",
         )
     ledger.merged[f"{pair.module}.weight"] = {
         "rank": pair.rank,
