@@ -150,10 +150,11 @@ def main() -> None:
             save(engine, Path(case["save"]))
         findings[name] = found
 
-        from megatron.core import parallel_state
+        from mst_core.engine.megatron import groups
 
         dist.barrier()
-        parallel_state.destroy_model_parallel()
+        del engine
+        groups.leave()
     torch.save(findings, Path(plan["out"], f"rank-{os.environ['RANK']}-of-{world}.pt"))
     dist.barrier()
     dist.destroy_process_group()

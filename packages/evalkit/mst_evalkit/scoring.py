@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from mst_core import devices
 from mst_core.data.render import Sample
@@ -61,6 +62,9 @@ def arrange(samples: Sequence[Sample]) -> Arranged:
 def load_model(directory: Path, precision: str) -> Any:
     """The model, every weight accounted for. Raises InputError where transformers would guess or leave out."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    # What it would print is checked below, and progress on stderr is the console's.
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -69,6 +73,7 @@ def load_model(directory: Path, precision: str) -> Any:
             trust_remote_code=False,
             attn_implementation="sdpa",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported with the others below, by name
         )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

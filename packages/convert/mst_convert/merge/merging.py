@@ -1,8 +1,8 @@
 """The arithmetic of a LoRA merge: W + B @ A * scale.
 
 Shapes: W [out, in] in the base's dtype; A [r, in] and B [out, r] in any float dtype. The delta is computed in fp32,
-added to the fp32 upcast of W, and rounded once to W's dtype (peft #1035: rounding the delta first loses up to half of it).
-The order of operations is PEFT's own, ``W + (B @ A) * scale``, so that an fp32 merge equals its ``merge_and_unload``.
+added to the fp32 upcast of W, and rounded once to W's dtype (peft #1035: rounding the delta first loses up to half
+of it). The order of operations is PEFT's own, so that an fp32 merge equals its ``merge_and_unload``.
 
 Rows are done in blocks of a fixed number of elements: a 2 GB matrix needs a few MiB of fp32, and the block does not
 depend on the machine, so neither do the bytes.

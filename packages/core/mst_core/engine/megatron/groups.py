@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,24 @@ def start(tp: int, pp: int, seed: int) -> None:
 
 def stop() -> None:
     """Leave the groups and the world."""
+    leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave() -> None:
+    """Leave Megatron's groups but not the world, so that a process can build another layout.
+
+    megatron-core only forgets its groups. Each gloo group is a thread that wakes a hundred times a second, so dozens
+    of forgotten layouts would eat the machine.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group != dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def device() -> torch.device:
