@@ -15,6 +15,10 @@ import pytest
 
 from mst_core import checkpoint, manifest
 from mst_core.data import rows as data_rows
+from mst_core.errors import InputError
+from mst_evalkit.plan import plan
+from mst_evalkit.spec import EvalSpec
+from mst_evalkit.work import work
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 EVIL = "<script>alert(1)</script>\" onload='x' & é"
@@ -29,6 +33,12 @@ ROWS = [
 def write(path: Path, found: list[dict[str, Any]] = ROWS) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
     return path
+
+
+def measure(model: Path, data: Path, out: Path, tasks: Any = ("choice", "perplexity"), **settings: Any) -> None:
+    """The Python API: the command without another process's start."""
+    spec = EvalSpec(model=str(model), tasks=tasks, data=(data,), out=out, **settings)
+    assert work(spec, plan(spec)).text == str(out)
 
 
 class Page(HTMLParser):
@@ -105,14 +115,11 @@ def test_twice_the_same_command_is_the_same_id(report: Any, mst: Run, tiny_hf: C
     assert said["tasks"] == json.loads((out / "report.json").read_text())["tasks"]
 
 
-def test_the_batch_size_does_not_matter(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> None:
+def test_the_batch_size_does_not_matter(report: Any, tiny_hf: Callable[..., Path]) -> None:
     out, _ = report
     for size in (1, 5):
         other = out.parent / f"batch-{size}"
-        mst(
-            "mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity", "--batch-size", size,
-            "--data", out.parent / "rows.jsonl", "--out", other,
-        )  # fmt: skip
+        measure(tiny_hf("llama"), out.parent / "rows.jsonl", other, batch_size=size)
         for one, two in zip(*((d / "rows.jsonl").read_text().splitlines() for d in (out, other)), strict=True):
             left, right = json.loads(one), json.loads(two)
             assert left.keys() == right.keys()
@@ -122,12 +129,9 @@ def test_the_batch_size_does_not_matter(report: Any, mst: Run, tiny_hf: Callable
                 )
 
 
-def test_bf16_is_near(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> None:
+def test_bf16_is_near(report: Any, tiny_hf: Callable[..., Path]) -> None:
     out, _ = report
-    mst(
-        "mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice,perplexity", "--precision", "bf16",
-        "--data", out.parent / "rows.jsonl", "--out", out.parent / "bf16",
-    )  # fmt: skip
+    measure(tiny_hf("llama"), out.parent / "rows.jsonl", out.parent / "bf16", precision="bf16")
     full, half = (
         json.loads((d / "report.json").read_text())["tasks"]["perplexity"] for d in (out, out.parent / "bf16")
     )
@@ -135,14 +139,14 @@ def test_bf16_is_near(report: Any, mst: Run, tiny_hf: Callable[..., Path]) -> No
     assert half["nll"] == pytest.approx(full["nll"], rel=0.02)
 
 
-def test_bad_rows(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+def test_bad_rows(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "rows.jsonl", [*ROWS[:3], {"prompt": "q", "choices": ["a", "b"], "answer": 7}])
     words = ("mst-eval", "--model", tiny_hf("llama"), "--tasks", "choice", "--data", data, "--out", tmp_path / "out")
     done = mst(*words, code=3)
     assert f"{data}:4: answer is 7" in done.stderr
     assert not (tmp_path / "out").exists()
-    done = mst(*words, "--bad-rows", "skip")
-    assert "1 of 4 rows were set aside" in done.stderr
+    measure(tiny_hf("llama"), data, tmp_path / "out", ("choice",), bad_rows="skip")
+    assert "1 of 4 rows were set aside" in capsys.readouterr().err
     (rejected,) = map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())
     assert rejected["line"] == 4
     assert json.loads((tmp_path / "out" / "report.json").read_text())["data"]["rejected"] == 1
@@ -204,17 +208,11 @@ def test_refused_settings(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_exists(mst: Run, tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    words = (
-        "mst-eval",
-        "--model",
-        tiny_hf("llama"),
-        "--tasks",
-        "choice",
-        "--data",
-        write(tmp_path / "r.jsonl", ROWS[:4]),
-    )
-    assert "--overwrite" in mst(*words, "--out", tmp_path / "out", code=3).stderr
-    mst(*words, "--out", tmp_path / "out", "--overwrite")
-    assert manifest.read(tmp_path / "out").kind == "report"
+def test_an_output_that_exists(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    model, data, out = tiny_hf("llama"), write(tmp_path / "r.jsonl", ROWS[:4]), tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(InputError, match="exists") as error:
+        measure(model, data, out, ("choice",))
+    assert "--overwrite" in (error.value.hint or "")
+    measure(model, data, out, ("choice",), overwrite=True)
+    assert manifest.read(out).kind == "report"

@@ -114,7 +114,7 @@ def test_all_bad_rows_are_named(mst: Mst, tmp_path: Path, tiny_hf: Callable[...,
         "mst-train", "--model", tiny_hf("llama"), "--data", path, "--bad-rows", "skip", "--out", tmp_path / "out",
         "--json", "--precision", "fp32",
     )  # fmt: skip
-    assert "7 rows were set aside, see rejected.jsonl" in done.stderr
+    assert "7 of 8 rows were set aside, see rejected.jsonl" in done.stderr
     rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     assert [item["line"] for item in rejected] == list(range(2, 9))
     assert json.loads(done.stdout)["steps"] == 1

@@ -19,16 +19,16 @@ Pairs = load.Loaded[tuple[Sample, Sample]]
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
     loaded, evaluated = rows(spec, plan)
-    loaded.report("training rows")
-    if spec.eval_data:
-        evaluated.report("evaluation rows")
-    done = launch.run_ranks("mst_align.work:rank", plan.engine, spec.ranks, spec, plan)
+    if launch.leads():
+        loaded.report("training rows")
+        if spec.eval_data:
+            evaluated.report("evaluation rows")
+    done = launch.run_ranks("mst_align.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
     return Result(text=str(spec.out), data=done)
 
 
-def rank(spec: AlignSpec, plan: RunPlan) -> dict[str, Any]:
-    """What each rank runs."""
-    loaded, evaluated = rows(spec, plan)
+def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dict[str, Any]:
+    """What each rank runs, on the pairs that were rendered once for all of them."""
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-align",

@@ -9,7 +9,9 @@ import errno
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -34,6 +36,7 @@ def run(
     """Run one of ``commands`` (``default`` when the first word names none) and exit."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        stop_on_sigterm()
         code = _run(commands, prog, description, default, argv)
     except MstError as error:
         _report(prog, error)
@@ -53,6 +56,16 @@ def run(
         code = _bug(prog, error)
     sys.stdout.flush()
     sys.exit(code)
+
+
+def stop_on_sigterm() -> None:
+    """From now on SIGTERM raises Stopped, so that a work in progress is cleared away as after any other error."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise Stopped("stopped by SIGTERM; nothing was written")
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, stop)
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mst_core import checkpoint, families, hub, manifest, tensors, torch_dist
+from mst_core.data import render, rows
 from mst_core.errors import InputError, SettingsError
 from mst_core.parallel.layout import check_layout
 from mst_core.runspec import RunSpec
 from mst_core.spec import Plan
+from mst_core.tensors import TensorRef
 
 SEQ_LENGTH = 1024
 """The longest row where --seq-length says nothing."""
+
+LM_HEAD = "lm_head.weight"
+TRAINABLE = ("F32", "BF16", "F16")
 
 
 class RunPlan(Plan):
@@ -43,7 +46,11 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
     """Raises SettingsError or InputError for everything that need not wait for the run."""
     checkpoint.check_out(spec.out, spec.overwrite)
     model_dir = hub.resolve(spec.model)
+    if spec.out.absolute() == model_dir.absolute():
+        raise InputError("--out is the model itself", where=spec.out, hint="choose another --out")
     layout = layout_of(model_dir)
+    if (model_dir / manifest.NAME).exists():
+        manifest.read(model_dir)  # one that was edited is refused now, not after the last step
     engine = engine_for(spec, layout, model_dir)
     hf = model_dir / "hf" if layout == "megatron" else model_dir
     config = tensors.config(hf)
@@ -55,12 +62,11 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
     if engine == "megatron":
         family.megatron(config, str(hf / "config.json"))
         check_layout(model, spec, model_dir)
-    if not has_template(hf):
-        raise InputError(
-            "its tokenizer has no chat template",
-            where=hf,
-            hint="put the template of the model's family into chat_template.jinja beside tokenizer.json",
-        )
+    if not render.has_template(model_dir):
+        raise InputError("its tokenizer has no chat template", where=hf, hint=render.TEMPLATE_HINT)
+    rows.check_files(spec.data)
+    if spec.eval_data:
+        rows.check_files(spec.eval_data)
     limit = int(config.get("max_position_embeddings") or SEQ_LENGTH)
     seq_length = spec.seq_length or min(SEQ_LENGTH, limit)
     if seq_length > limit:
@@ -97,6 +103,10 @@ def layout_of(model_dir: Path) -> str:
     if torch_dist.is_megatron(model_dir):
         if not (model_dir / "hf" / "config.json").is_file():
             raise InputError("has no hf/config.json, so its family and tokenizer are unknown", where=model_dir)
+        if not (model_dir / manifest.NAME).exists():
+            to_hf = f"mst-convert --model {model_dir} --to hf --hf-config {model_dir / 'hf'} --out {model_dir}-hf"
+            what = "has no mst.json: it was not made by an mst tool, so its output could not name its base"
+            raise InputError(what, where=model_dir, hint=f"{to_hf}, and train that")
         return "megatron"
     if (model_dir / "config.json").is_file():
         return "hf"
@@ -117,33 +127,35 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     return engine
 
 
-def has_template(hf: Path) -> bool:
-    """Whether the tokenizer's files hold a chat template."""
-    if (hf / "chat_template.jinja").is_file() or (hf / "chat_template.json").is_file():
-        return True
-    path = hf / "tokenizer_config.json"
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("chat_template"))
-
-
 def count_lines(paths: Sequence[Path]) -> int:
-    """Lines of all files. Raises InputError for a file that is not there or of another kind."""
+    """Lines of all files that are not blank."""
     lines = 0
     for path in paths:
-        if not path.is_file():
-            raise InputError("no such file" if not path.exists() else "is not a file", where=path)
-        if path.suffix not in (".jsonl", ".ndjson"):
-            raise InputError(f"rows come as .jsonl, not {path.suffix or 'without a suffix'}", where=path)
         with path.open("rb") as file:
             lines += sum(1 for line in file if line.strip())
     return lines
 
 
-def _check_tensors(found: dict[str, Any], model: families.Model, where: Path) -> None:
+def _check_tensors(found: Mapping[str, TensorRef], model: families.Model, where: Path) -> None:
+    """Every tensor that the config needs is there, of its shape and a plain dtype, and none that it does not know."""
     wanted = {spec.name: spec.shape for spec in model.hf_tensors()}
     missing = sorted(wanted.keys() - found.keys())
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise InputError(f"lacks {len(missing)} tensors that its config needs: {shown}", where=where)
+        raise InputError(f"lacks {len(missing)} tensors that its config needs: {_some(missing)}", where=where)
+    spare = {LM_HEAD} if model.tied else set()
+    unknown = sorted(
+        name for name in found.keys() - wanted.keys() - spare if not model.family.is_ignored(name, model.dims)
+    )
+    if unknown:
+        raise InputError(f"holds {len(unknown)} tensors that its config does not know: {_some(unknown)}", where=where)
     for name, shape in wanted.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise InputError(f"{name} is {list(found[name].shape)}, the config says {list(shape)}", where=where)
+        ref = found[name]
+        if tuple(ref.shape) != tuple(shape):
+            raise InputError(f"{name} is {list(ref.shape)}, the config says {list(shape)}", where=where)
+        if ref.dtype not in TRAINABLE:
+            what = f"{name} has the dtype {ref.dtype}; weights to train are {', '.join(TRAINABLE)}"
+            raise InputError(what, where=where, hint="give the unquantised model")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

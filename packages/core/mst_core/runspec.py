@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
 from mst_core.spec import Spec
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What all-linear means: every linear layer of a decoder block, never the embedding or the head."""
 
 
 class RunSpec(Spec):
@@ -98,6 +103,13 @@ class RunSpec(Spec):
             raise ValueError("--steps and --epochs contradict each other: give one")
         if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets != ("all-linear",)):
             raise ValueError("--lora-alpha and --lora-targets need --lora-rank")
+        for name in self.lora_targets:
+            if name not in LINEAR and self.lora_targets != ("all-linear",):
+                close = difflib.get_close_matches(name, LINEAR, n=1)
+                meant = f"; did you mean {close[0]}?" if close else ""
+                raise ValueError(
+                    f"--lora-targets: no module {name!r}{meant} (it takes all-linear, or of {', '.join(LINEAR)})"
+                )
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp of 2 or more: it shards activations over the tensor parallel ranks")
         if self.min_lr > self.lr:
@@ -123,6 +135,19 @@ class RunSpec(Spec):
     def dp(self) -> int:
         """Data parallel size."""
         return self.ranks // (self.tp * self.pp)
+
+    def total_steps(self, units: int) -> int:
+        """Optimizer steps over so many rows (or pairs): --steps, or --epochs of global batches, nothing dropped (the
+        last batch of an epoch may be smaller)."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, math.ceil((self.epochs or 1.0) * math.ceil(units / self.global_batch)))
+
+    @property
+    def targets(self) -> list[str]:
+        """The modules that get an adapter, in the order of LINEAR."""
+        everything = self.lora_targets == ("all-linear",)
+        return [name for name in LINEAR if everything or name in self.lora_targets]
 
     @property
     def alpha(self) -> float:

@@ -13,20 +13,22 @@ from mst_core.spec import Result
 from mst_train.objective import SFT
 from mst_train.spec import TrainSpec
 
+Rows = load.Loaded[Sample]
+
 
 def work(spec: TrainSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then train."""
     loaded, evaluated = rows(spec, plan)
-    loaded.report("training rows")
-    if spec.eval_data:
-        evaluated.report("evaluation rows")
-    done = launch.run_ranks("mst_train.work:rank", plan.engine, spec.ranks, spec, plan)
+    if launch.leads():
+        loaded.report("training rows")
+        if spec.eval_data:
+            evaluated.report("evaluation rows")
+    done = launch.run_ranks("mst_train.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
     return Result(text=str(spec.out), data=done)
 
 
-def rank(spec: TrainSpec, plan: RunPlan) -> dict[str, Any]:
-    """What each rank runs."""
-    loaded, evaluated = rows(spec, plan)
+def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
+    """What each rank runs, on the rows that were rendered once for all of them."""
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-train",
@@ -41,7 +43,7 @@ def rank(spec: TrainSpec, plan: RunPlan) -> dict[str, Any]:
     return run.execute(job)
 
 
-def rows(spec: TrainSpec, plan: RunPlan) -> tuple[load.Loaded[Sample], load.Loaded[Sample]]:
+def rows(spec: TrainSpec, plan: RunPlan) -> tuple[Rows, Rows]:
     """The training and evaluation rows."""
     renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
     evaluated = load.sft(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()

@@ -200,6 +200,23 @@ def _bad_numbers(config: Mapping[str, Any]) -> list[str]:
                 found.append(f"{name}[{key!r}] is {value!r}")
             if not _compiles(key):
                 found.append(f"{name}[{key!r}] is not a regular expression")
+    return found + _bad_targets(config)
+
+
+def _bad_targets(config: Mapping[str, Any]) -> list[str]:
+    """target_modules and its relatives decide which modules must have tensors: of another form they decide nothing."""
+    found = []
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = config.get(name)
+        names = [value] if isinstance(value, str) else value or []
+        if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
+            found.append(f"{name} is {value!r}: it must be a name or a list of names")
+        elif (isinstance(value, str) or name == "layers_pattern") and not all(map(_compiles, names)):
+            found.append(f"{name} is {value!r}, which is not a regular expression")
+    layers = config.get("layers_to_transform")
+    indexes = layers if isinstance(layers, list) else [] if layers is None else [layers]
+    if not all(type(index) is int for index in indexes):
+        found.append(f"layers_to_transform is {layers!r}: it must be a list of layer numbers")
     return found
 
 
@@ -294,5 +311,5 @@ def _listed(names: str | list[str] | None, module: str) -> bool:
     if not names:
         return False
     if isinstance(names, str):
-        return _compiles(names) and re.fullmatch(names, module) is not None
+        return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -123,6 +123,7 @@ def _merge_all(plan: MergePlan, writer: tensors.HFWriter, ledger: Ledger) -> Non
             writer.put(name, tensor)
             ledger.written += 1
             bar.advance(tensor.nbytes)
+            del tensor  # or it would live on while the next one is read
 
 
 def _merged(base: torch.Tensor, pair: peft.Pair, ledger: Ledger) -> torch.Tensor:

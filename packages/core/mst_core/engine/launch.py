@@ -14,14 +14,16 @@ import pickle
 import signal
 import sys
 import tempfile
+import traceback
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from mst_core.cli import load
+from mst_core import console
+from mst_core.cli import load, stop_on_sigterm
 from mst_core.engine.seam import Engine
-from mst_core.errors import InputError, MissingPackage, MstError, RunError, Stopped
+from mst_core.errors import MissingPackage, MstError, RunError, SettingsError, Stopped
 from mst_core.runspec import RunSpec
 
 ENGINES = {
@@ -43,9 +45,19 @@ def make_engine(name: str, spec: RunSpec, model_dir: Path) -> Engine:
     return engine
 
 
+def rank() -> int:
+    """This process among the ranks of its run; 0 in a run of one process."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def under_launcher() -> bool:
     """Whether torchrun or another launcher started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leads() -> bool:
+    """Whether this process is the one that speaks: any but a launcher's rank above 0."""
+    return not under_launcher() or os.environ["RANK"] == "0"
 
 
 def run_ranks(function: str, engine: str, ranks: int, *arguments: Any) -> Any:
@@ -57,9 +69,14 @@ def run_ranks(function: str, engine: str, ranks: int, *arguments: Any) -> Any:
     if under_launcher():
         world = int(os.environ["WORLD_SIZE"])
         if world != ranks:
-            raise InputError(f"the launcher started {world} ranks, the settings ask for {ranks}", hint="set --nproc")
+            hint = (
+                f"--nproc {world} lets data parallel fill them"
+                if engine != "plain"
+                else "the plain engine is one process"
+            )
+            raise SettingsError(f"the launcher started {world} ranks, the settings ask for {ranks}", hint=hint)
         result = load(function)(*arguments)
-        if os.environ["RANK"] != "0":
+        if rank():
             raise SystemExit(0)
         return result
     if engine == "plain":
@@ -99,6 +116,7 @@ def _elastic(function: str, ranks: int, arguments: tuple[Any, ...]) -> Any:
 def _rank(folder: str, parent: int, function: str, arguments: tuple[Any, ...]) -> Any:
     """What each started process runs. Its stdout is stderr: stdout belongs to the result."""
     _die_with(parent)
+    stop_on_sigterm()
     os.dup2(2, 1)
     # What libraries say about themselves (missing optional packages, deprecations) is no news to a user of mst.
     warnings.filterwarnings("ignore")
@@ -106,13 +124,23 @@ def _rank(folder: str, parent: int, function: str, arguments: tuple[Any, ...]) -
     try:
         return load(function)(*arguments)
     except MstError as error:
-        rank = os.environ.get("RANK", "0")
-        temporary = Path(folder) / f".{rank}"
-        temporary.write_bytes(pickle.dumps(error))
-        temporary.rename(Path(folder) / f"error-{rank}")
-        sys.stderr.flush()
-        # Not sys.exit: leaving process groups in good order would wait for ranks that are not coming.
-        os._exit(error.exit_code)
+        _leave(Path(folder), "error", pickle.dumps(error), error.exit_code)
+    except KeyboardInterrupt:
+        os._exit(Stopped.exit_code)
+    except BaseException:
+        # A bug, or the echo of another rank's end: which of them, the launching process can tell.
+        _leave(Path(folder), "bug", traceback.format_exc().encode(), MstError.exit_code)
+        raise
+
+
+def _leave(folder: Path, kind: str, content: bytes, code: int) -> NoReturn:
+    """Say why this rank ends, and end it."""
+    temporary = folder / f".{rank()}"
+    temporary.write_bytes(content)
+    temporary.rename(folder / f"{kind}-{rank()}")
+    sys.stderr.flush()
+    # Not sys.exit: leaving process groups in good order would wait for ranks that are not coming.
+    os._exit(code)
 
 
 def _die_with(parent: int) -> None:
@@ -123,11 +151,24 @@ def _die_with(parent: int) -> None:
 
 
 def _reason(folder: Path, failed: Any) -> MstError:
-    """The first MstError that a rank left behind, else which rank died and how."""
+    """What ended the run: a rank's MstError, else the rank that was killed, else the first rank with a bug.
+
+    A rank that ends takes the others with it, and their complaints (a closed connection) come as bugs.
+    """
     found = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("error-*"))]
     for error in sorted(found, key=lambda error: isinstance(error, RunError | Stopped)):
         if isinstance(error, MstError):
             return error
-    rank, failure = failed.get_first_failure()
-    how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
-    return RunError(f"rank {rank} {how}; the others were stopped", hint="its last lines stand above")
+    codes = {number: failure.exitcode for number, failure in sorted(failed.failures.items())}
+    for number, code in codes.items():
+        if code < 0 and code != -signal.SIGTERM:
+            name = signal.Signals(-code).name
+            hint = "the machine may have run out of memory: fewer rows in --micro-batch, or more ranks"
+            return RunError(f"rank {number} was killed by {name}; the others were stopped", hint=hint)
+    for path in sorted(folder.glob("bug-*"), key=lambda path: path.stat().st_mtime_ns):
+        text = path.read_text(encoding="utf-8")
+        console.say(text)
+        number, last = path.name.partition("-")[2], text.strip().splitlines()[-1]
+        return RunError(f"rank {number} failed: {last}", hint="its traceback stands above; this may be a bug in mst")
+    number, code = next(iter(codes.items()))
+    return RunError(f"rank {number} ended with code {code}; the others were stopped")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -39,13 +38,6 @@ class Fit:
     evaluation: dict[str, float] = field(default_factory=dict)
 
 
-def total_steps(spec: RunSpec, units: int) -> int:
-    """Optimizer steps of a run: --steps, or epochs of global batches (the last one of an epoch may be smaller)."""
-    if spec.steps is not None:
-        return spec.steps
-    return max(1, math.ceil((spec.epochs or 1.0) * math.ceil(units / spec.global_batch)))
-
-
 def fit(
     engine: Engine,
     objective: Objective,
@@ -58,14 +50,13 @@ def fit(
 
     Raises RunError (NaN), Stopped (SIGTERM).
     """
-    steps = total_steps(spec, len(units))
+    steps = spec.total_steps(len(units))
     done = Fit(steps)
-    metrics = Metrics(staging)
     references = _references(engine, objective, units, spec, "reference log-probabilities")
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
     warmup = schedule.warmup_steps(steps, spec.warmup)
     batches = Order(len(units), spec.seed).batches(spec.global_batch)
-    with _stop_on_sigterm() as stopping, _progress(engine, steps) as bar:
+    with Metrics(staging) as metrics, _stop_on_sigterm() as stopping, _progress(engine, steps) as bar:
         for step in range(steps):
             chosen = next(batches)
             rate = schedule.lr(
@@ -79,17 +70,17 @@ def fit(
             done.tokens += tokens
             values |= {"lr": rate, "tokens_per_s": tokens / seconds}
             last = step + 1 == steps
-            if eval_units and (last or (spec.eval_every and (step + 1) % spec.eval_every == 0)):
+            measure = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
+            if measure:
                 done.evaluation = evaluate(engine, objective, eval_units, spec, eval_references)
                 values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
             done.first, done.last = done.first or values, values
-            if last or step % spec.log_every == 0:
+            if last or measure or step % spec.log_every == 0:
                 metrics.log(step + 1, values)
             bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")
             bar.advance()
             if stopping:
                 raise Stopped(f"stopped by SIGTERM after step {step + 1} of {steps}; nothing was kept")
-    metrics.finish()
     return done
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mst_core.checkpoint import Staging
 
 
 class Metrics:
-    """Written as the run goes on rank 0; with ``staging=None`` (the other ranks) nothing is written."""
+    """A context on rank 0: written as the run goes, drawn and attached when it ends well.
+
+    With ``staging=None`` (the other ranks) nothing is written.
+    """
 
     def __init__(self, staging: Staging | None) -> None:
         self._staging = staging
@@ -34,16 +37,23 @@ class Metrics:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
-    def finish(self) -> None:
-        """Close the files, draw the plot, and enter all of them as attachments."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Close the files (after an error too: the writer's thread must not outlive the directory)."""
         if self._staging is None:
             return
         self._file.close()
         self._board.close()
-        draw(self._rows, self._staging.path / "loss.png")
-        boards = sorted((self._staging.path / "tensorboard").iterdir())
+        if kind is None:
+            self._attach(self._staging)
+
+    def _attach(self, staging: Staging) -> None:
+        draw(self._rows, staging.path / "loss.png")
+        boards = sorted((staging.path / "tensorboard").iterdir())
         for name in ("metrics.jsonl", "loss.png", *(f"tensorboard/{path.name}" for path in boards)):
-            self._staging.attach(name)
+            staging.attach(name)
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:

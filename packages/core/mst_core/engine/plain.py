@@ -10,7 +10,7 @@ Shapes: B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,17 @@ def token_logp(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     return logp_BT
 
 
+def _check_names(stored: Mapping[str, TensorRef], model: torch.nn.Module) -> None:
+    """Refuse, before the first step, tensors that would be neither trained nor written again.
+
+    Computed constants that old checkpoints carry (rotary_emb.inv_freq) are left out.
+    """
+    known = model.state_dict().keys()
+    for name, ref in stored.items():
+        if name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise InputError(f"{name} is not a parameter of {type(model).__name__}", where=ref.file)
+
+
 class PlainEngine:
     """One process, one model. See seam.Engine for the methods."""
 
@@ -49,6 +60,7 @@ class PlainEngine:
             raise InputError("the plain engine eats a Hugging Face directory", where=model_dir, hint=hint)
         torch.manual_seed(spec.seed)
         self.spec, self.model_dir = spec, model_dir
+        self.stored = tensors.headers(model_dir)
         self.device = torch.device(devices.best())
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
@@ -61,6 +73,8 @@ class PlainEngine:
         if spec.lora_rank is not None:
             self.targets = lora.targets(spec.lora_targets)
             model = lora.wrap(model, spec.seed, spec.lora_rank, spec.alpha, self.targets)
+        else:
+            _check_names(self.stored, model)
         self.model = model.to(self.device).eval()  # eval: dropout is off everywhere
         self.trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         groups = [
@@ -86,7 +100,8 @@ class PlainEngine:
             batch = self._on_device(batch)
             terms = objective.loss(self._logp(batch), batch)
             parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
-            torch.stack(parts).sum().backward()
+            if parts:
+                torch.stack(parts).sum().backward()
             for name, term in terms.items():
                 sums[name] += float(term.sum.detach())
                 coefficients[name] = term.coefficient
@@ -116,11 +131,12 @@ class PlainEngine:
             config = lora.adapter_config(self.spec.lora_rank, self.spec.alpha, self.targets)
             lora.save_adapter(staging, held, config)
             return
-        refs = tensors.headers(self.model_dir)
         state = self.model.state_dict()
-        writer = tensors.write_hf(staging, [(ref.name, ref.dtype, ref.shape) for ref in refs.values()])
-        for ref in refs.values():
-            writer.put(ref.name, self._trained_weight(state, ref))
+        kept = [ref for ref in self.stored.values() if ref.name in state]
+        writer = tensors.write_hf(staging, [(ref.name, ref.dtype, ref.shape) for ref in kept])
+        for ref in kept:
+            # A bf16 model stays bf16: one rounding of the fp32 weights.
+            writer.put(ref.name, state[ref.name].detach().to("cpu", tensors.torch_dtype(ref.dtype)).contiguous())
         writer.finish()
         for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
             if (self.model_dir / name).is_file():
@@ -128,11 +144,6 @@ class PlainEngine:
 
     def close(self) -> None:
         """Nothing to leave."""
-
-    def _trained_weight(self, state: dict[str, Tensor], ref: TensorRef) -> Tensor:
-        if ref.name not in state:
-            raise InputError(f"{ref.name} is not a parameter of the model", where=ref.file)
-        return state[ref.name].detach().to("cpu", tensors.torch_dtype(ref.dtype)).contiguous()
 
     def _on_device(self, batch: Batch) -> Batch:
         extra = {name: value.to(self.device) for name, value in batch.extra.items()}

@@ -13,11 +13,13 @@ from mst_core.checkpoint import Staging
 from mst_core.engine import launch, loop
 from mst_core.engine.loop import Unit
 from mst_core.engine.seam import Engine, Objective
+from mst_core.errors import InputError
 from mst_core.manifest import Parent
 from mst_core.runspec import RunSpec
 
-NOT_IN_THE_ID = ("nproc", "log_every", "eval_every", "engine", "bad_rows")
+NOT_IN_THE_ID = ("nproc", "log_every", "eval_every", "bad_rows", "epochs")
 """Settings of a run that do not change its bytes, or are recorded in another form."""
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Job:
 
 def execute(job: Job) -> dict[str, Any]:
     """Run ``job`` on this rank; the result (rank 0): out, id, steps and the last metrics."""
+    # Who the parents are is read before the run: afterwards their files may be others.
+    parents = _parents(job) if launch.rank() == 0 else []
     engine = launch.make_engine(job.engine, job.spec, job.model_dir)
     with _staging(job, engine) as staging:
         done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units)
@@ -47,8 +51,10 @@ def execute(job: Job) -> dict[str, Any]:
             if job.rejected:
                 (staging.path / "rejected.jsonl").write_text(job.rejected, encoding="utf-8")
                 staging.attach("rejected.jsonl")
-            made = _commit(job, staging, done)
-            result = {"out": str(job.spec.out), "id": made.id, "steps": done.steps, **done.last}
+            made = _commit(job, staging, parents, done)
+            counts = {"rows": len(job.units), "rows_set_aside": job.rejected.count("\n"), "steps": done.steps}
+            first = {"first_loss": done.first["loss"]}
+            result = {"out": str(job.spec.out), "id": made.id, **counts, "tokens": done.tokens, **first, **done.last}
     # Only after success: leaving the groups in good order would wait for ranks that failed.
     engine.close()
     return result
@@ -58,23 +64,43 @@ def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]
     return nullcontext() if engine.rank else checkpoint.stage(job.spec.out, job.spec.overwrite)
 
 
-def _commit(job: Job, staging: Staging, done: loop.Fit) -> manifest.Manifest:
+def _parents(job: Job) -> list[Parent]:
+    """The model, by its id and the digest of its weights, and each file of rows by its hash."""
     base = manifest.identify(job.model_dir)
-    adapter = job.spec.lora_rank is not None
     data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in job.spec.data]
+    return [Parent(role="base", id=base.id, weights=base.digests.weights), *data]
+
+
+def _settings(job: Job, steps: int) -> dict[str, Any]:
+    """What was in effect, so that two ways of saying the same (a default, an epoch) give the same id."""
+    spec = job.spec
+    found = {**spec.effective(*NOT_IN_THE_ID, *LORA), "engine": job.engine, "dp": spec.dp, "steps": steps}
+    if spec.lora_rank is not None:
+        found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
+    return found
+
+
+def _commit(job: Job, staging: Staging, parents: list[Parent], done: loop.Fit) -> manifest.Manifest:
+    base = manifest.identify(job.model_dir)
+    if base.id != parents[0].id:
+        raise InputError("changed while it was trained from", where=job.model_dir)
+    adapter = job.spec.lora_rank is not None
     return staging.commit(
         kind="adapter" if adapter else "model",
         layout="peft" if adapter else base.layout,
         encoding={} if adapter else base.encoding,
         model=None if adapter else base.model,
-        parents=[Parent(role="base", id=base.id, weights=base.digests.weights), *data],
+        parents=parents,
         parent_dirs=[job.model_dir],
         tool=job.tool,
-        settings={
-            **job.spec.effective(*NOT_IN_THE_ID),
-            "engine": job.engine,
-            "dp": job.spec.dp,
-            "skipped_rows": job.rejected.count("\n"),
+        settings=_settings(job, done.steps),
+        notes={
+            **job.notes,
+            "rows": len(job.units),
+            "rows_set_aside": job.rejected.count("\n"),
+            "tokens": done.tokens,
+            "first": done.first,
+            "last": done.last,
+            "evaluation": done.evaluation,
         },
-        notes={**job.notes, "steps": done.steps, "first": done.first, "last": done.last, "evaluation": done.evaluation},
     )
