@@ -134,9 +134,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         r"layers\.3\.self_attn\.q_proj: B \[64, 2\] times A \[2, 63\] is \[64, 63\], the base's weight \[64, 64\]",
     ),
     "transposed": (
-        lambda a: edit(
-            a, lambda f: f.update({f"{LAST}lora_A.weight": torch.ones(2, 96), f"{LAST}lora_B.weight": torch.ones(64, 2)})
-        ),
+        lambda a: edit(a, lambda f: f.update({f"{LAST}lora_A.weight": torch.ones(2, 96)})),
         r"is \[64, 96\]",
     ),
     "more layers than the base": (rename("layers.3", "layers.4"), r"model\.layers\.4\.self_attn\.q_proj: the base has"),
@@ -205,7 +203,7 @@ def test_a_head_that_is_tied(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> 
         ({"target_modules": r"q_proj"}, "model.layers.0.self_attn.q_proj", False),
         ({"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
          "model.layers.0.self_attn.q_proj", False),
-        ({"target_modules": ["q_proj"], "exclude_modules": r".*layers\.1\..*"}, "model.layers.0.self_attn.q_proj", True),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*\.1\..*"}, "model.layers.0.self_attn.q_proj", True),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1, 2]}, "model.layers.1.self_attn.q_proj", True),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1, 2]}, "model.layers.11.self_attn.q_proj", False),
         ({"target_modules": ["q_proj"], "layers_to_transform": 0}, "model.layers.0.self_attn.q_proj", True),

@@ -154,13 +154,13 @@ def test_help_is_light_and_quick(tool: str) -> None:
         "print(code, used.ru_utime + used.ru_stime, heavy, file=sys.stderr)\n"
     )
     seconds = []
-    for _ in range(3):
+    for _ in range(5):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         code, cpu, heavy = done.stderr.strip().splitlines()[-1].split(maxsplit=2)
         assert (code, heavy) == ("0", "[]"), done.stderr
         assert done.stdout.startswith("usage: ")
         seconds.append(float(cpu))
-    # The rule says 0.5 s of CPU; a busy machine counts twice, so the best of three is held.
+    # The rule says 0.5 s of CPU; a busy machine counts twice, so the best of five is held.
     assert min(seconds) < 0.5, f"{tool} --help takes {seconds} s of CPU"
 
 

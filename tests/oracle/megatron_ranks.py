@@ -28,7 +28,7 @@ from mst_core.errors import RunError
 from mst_core.runspec import RunSpec
 from mst_train.objective import SFT
 
-RATES = (1e-3, 2e-3, 3e-3, 2e-3, 1e-3)
+RATES = (1e-3, 1e-3, 8e-4, 6e-4, 4e-4)
 
 
 def nan_gradient(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:

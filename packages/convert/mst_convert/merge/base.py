@@ -59,10 +59,12 @@ def stream(job: Job) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for move in job.exports.moves:
         parts = unpack(move.task, torch_dist.read(move.stored, move.layer))
-        for spec, tensor in zip(move.task.hf, parts, strict=True):
+        for spec in move.task.hf:
+            tensor = parts.pop(0)
             yield spec.name, tensor
             if spec.name == EMBEDDING and job.emit_lm_head:
                 yield LM_HEAD, tensor
+            del tensor  # or it would live on while the next one is read
 
 
 def _refs(job: Job, moves: Imports) -> Iterator[TensorRef]:

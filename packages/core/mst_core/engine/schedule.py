@@ -16,12 +16,12 @@ def lr(
 ) -> float:
     """The learning rate of step 0, 1, ... steps - 1.
 
-    Warmup is linear and starts at peak / warmup, so no step is wasted at zero (Hugging Face's starts at 0). Cosine
-    then goes from the peak to ``floor``, which the last step reaches.
+    Warmup is linear and starts at peak / warmup (Hugging Face's starts at 0). Cosine then goes from the peak towards
+    ``floor``, which the step after the last would have: so no step is wasted at zero.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    after = max(1, steps - 1 - warmup)
+    after = max(1, steps - warmup)
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / after)))

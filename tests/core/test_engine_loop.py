@@ -1,0 +1,220 @@
+"""The trainer on the plain engine: one step is one step however it is cut, nothing dropped, the same twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mst_align.losses import dpo_objective
+from mst_core import checkpoint
+from mst_core.data.render import Sample
+from mst_core.engine import loop
+from mst_core.engine.plain import PlainEngine, token_logp
+from mst_core.engine.seam import Batch, Objective, Term
+from mst_core.errors import RunError, Stopped
+from mst_core.runspec import RunSpec
+from mst_train.objective import SFT
+
+DPO = dpo_objective(0.1)
+
+
+def spec_of(**options: Any) -> RunSpec:
+    base = {"model": "m", "data": ("d",), "out": "o", "precision": "fp32", "lr": 1e-3, "global_batch": 4, "seed": 3}
+    return RunSpec(**{**base, **options})
+
+
+def units_of(count: int, rows: int = 1) -> list[loop.Unit]:
+    """Random rows of different lengths, the first four tokens of each unit a prompt."""
+    generator = torch.Generator().manual_seed(11)
+
+    def tokens(number: int) -> list[int]:
+        return torch.randint(3, 330, (number,), generator=generator).tolist()
+
+    units = []
+    for index in range(count):
+        prompt = tokens(4)
+        bodies = [tokens(2 + (5 * index + 3 * row) % 9) for row in range(rows)]
+        units.append(tuple(Sample(prompt + body, [0] * 4 + [1] * len(body)) for body in bodies))
+    return units
+
+
+@pytest.fixture(scope="module")
+def model(tiny_hf: Callable[..., Path]) -> Path:
+    return tiny_hf("llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[checkpoint.Staging]:
+    with checkpoint.stage(tmp_path / "out") as made:
+        yield made
+
+
+def gradients(engine: PlainEngine) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in engine.trained if p.grad is not None])
+
+
+@pytest.mark.parametrize("objective", [SFT, DPO], ids=lambda o: o.name)
+def test_gradients_do_not_depend_on_micro_batches(model: Path, objective: Objective) -> None:
+    """Sums and weights, not means of means: the rows have different lengths. 7 rows: the last one is smaller."""
+    units = units_of(7, objective.rows)
+    found = []
+    for micro in (1, 2, 4):
+        spec = spec_of(micro_batch=micro, clip_grad=0.0)
+        engine = PlainEngine(spec, model)
+        references = loop._references(engine, objective, units, spec, "reference")
+        batches = loop.micro_batches(units, engine, spec, references)
+        assert len(batches) == -(-7 // micro)
+        values = engine.step(batches, objective, spec.lr)
+        found.append((values["loss"], gradients(engine)))
+    for loss, gradient in found[1:]:
+        assert loss == pytest.approx(found[0][0], abs=1e-6)
+        torch.testing.assert_close(gradient, found[0][1], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 6, 7])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_row_is_on_one_rank_and_every_rank_takes_part(model: Path, count: int, size: int) -> None:
+    """Micro-batches that do not divide over data parallel ranks are filled up with batches of weight 0."""
+    units, references = units_of(count, 2), [torch.tensor([i, i + 0.5]) for i in range(count)]
+    spec = spec_of(micro_batch=size)
+    engine = PlainEngine(spec, model)
+    shares = []
+    for rank in range(2):
+        engine.dp_rank, engine.dp_size = rank, 2
+        shares.append(loop.micro_batches(units, engine, spec, references))
+    assert len(shares[0]) == len(shares[1])
+    seen = []
+    for batch in (batch for share in shares for batch in share):
+        learnt_B = batch.mask_BT.sum(1)
+        terms = DPO.loss(torch.zeros_like(batch.mask_BT), batch)
+        assert terms["dpo"].weight == float(learnt_B.gt(0).sum()) / 2
+        seen += [float(found) for found, learnt in zip(batch.extra["ref_logp_B"], learnt_B, strict=True) if learnt]
+    assert sorted(seen) == sorted([i + half for i in range(count) for half in (0.0, 0.5)])
+
+
+def test_filling_up_changes_nothing(model: Path) -> None:
+    """The step over both ranks' shares, the empty one included, is the step over the rows."""
+    units, spec = units_of(3), spec_of(clip_grad=0.0)
+    engine = PlainEngine(spec, model)
+    alone = engine.step(loop.micro_batches(units, engine, spec, None), SFT, spec.lr)
+    other = PlainEngine(spec, model)
+    other.dp_size = 2
+    both: list[Batch] = []
+    for other.dp_rank in range(2):
+        both += loop.micro_batches(units, other, spec, None)
+    filled = other.step(both, SFT, spec.lr)
+    assert len(both) == 4
+    assert filled["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    torch.testing.assert_close(gradients(other), gradients(engine), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_dpo_starts_at_ln_2(model: Path, staging: checkpoint.Staging, lora: int | None) -> None:
+    """The reference is the model before its first step, or with its adapter off."""
+    spec = spec_of(lora_rank=lora, micro_batch=2, steps=3, warmup=0)
+    done = loop.fit(PlainEngine(spec, model), DPO, units_of(4, 2), spec, staging)
+    assert done.first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert done.last["loss"] < done.first["loss"]
+    assert done.last["rewards/margin"] > 0
+
+
+def test_the_adapter_off_is_the_base(model: Path) -> None:
+    spec = spec_of(lora_rank=4)
+    engine, base = PlainEngine(spec, model), PlainEngine(spec_of(), model)
+    batch = loop._collate(units_of(3), None)
+    before = base.score(batch)
+    torch.testing.assert_close(engine.score(batch), before, atol=0, rtol=0)
+    engine.step([batch], SFT, 1e-2)
+    torch.testing.assert_close(engine.score(batch, reference=True), before, atol=0, rtol=0)
+    assert not torch.allclose(engine.score(batch), before)
+
+
+def test_a_run_is_the_same_twice_and_learns(model: Path, tmp_path: Path) -> None:
+    spec = spec_of(epochs=2.5, micro_batch=2, log_every=2, eval_every=3)
+    units, held_out = units_of(6), units_of(9)[6:]
+    found = []
+    for name in ("one", "two"):
+        with checkpoint.stage(tmp_path / name) as staging:
+            engine = PlainEngine(spec, model)
+            done = loop.fit(engine, SFT, units, spec, staging, held_out)
+            rows = [json.loads(line) for line in (staging.path / "metrics.jsonl").read_text().splitlines()]
+            assert (staging.path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+            assert list((staging.path / "tensorboard").iterdir())
+            found.append((done, rows, torch.cat([p.flatten() for _, p in engine.trained])))
+    (one, rows, weights), (two, _, others) = found
+    assert one.steps == 5  # 2.5 epochs of two batches (4 and 2 rows)
+    assert [row["step"] for row in rows] == [1, 3, 5]
+    assert ["eval/loss" in row for row in rows] == [False, True, True]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert one.last["loss"] < one.first["loss"]
+    assert one.tokens == sum(len(units[i][0].tokens) for i in range(6)) * 2 + _batch_tokens(units, spec)
+    assert torch.equal(weights, others)
+    assert one.evaluation == two.evaluation
+    assert rows[-1]["eval/loss"] == one.evaluation["loss"]
+
+
+def _batch_tokens(units: list[loop.Unit], spec: RunSpec) -> int:
+    """Tokens of the first batch of the third epoch."""
+    from mst_core.data.order import Order
+
+    return sum(len(units[i][0].tokens) for i in Order(len(units), spec.seed).epoch(2)[: spec.global_batch])
+
+
+def test_evaluation_is_over_tokens_not_over_batches(model: Path) -> None:
+    """The mean over all learnt tokens, by transformers' own logits, whatever the micro-batch."""
+    units = units_of(5)
+    engine = PlainEngine(spec_of(), model)
+    total, count = 0.0, 0
+    for (sample,) in units:
+        tokens_BT = torch.tensor([sample.tokens])
+        with torch.no_grad():
+            logp_BT = token_logp(engine.model(input_ids=tokens_BT).logits, tokens_BT)
+        total -= float((logp_BT * torch.tensor([sample.mask])).sum())
+        count += sample.learnt
+    for micro in (1, 2, 4):
+        found = loop.evaluate(engine, SFT, units, spec_of(micro_batch=micro), None)
+        assert found["loss"] == found["nll"] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_sigterm_stops_after_the_step(model: Path, staging: checkpoint.Staging) -> None:
+    steps = 0
+
+    def interrupted(logp_BT: torch.Tensor, batch: Batch) -> dict[str, Term]:
+        nonlocal steps
+        steps += bool(logp_BT.requires_grad)
+        if steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dict(SFT.loss(logp_BT, batch))
+
+    before = signal.getsignal(signal.SIGTERM)
+    spec = spec_of(steps=50, micro_batch=4)
+    with pytest.raises(Stopped, match="after step 2 of 50"):
+        loop.fit(PlainEngine(spec, model), Objective("sft", interrupted), units_of(4), spec, staging)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights(model: Path) -> None:
+    engine = PlainEngine(spec_of(), model)
+    before = [p.detach().clone() for _, p in engine.trained]
+
+    def broken(logp_BT: torch.Tensor, batch: Batch) -> dict[str, Term]:
+        return {"nll": Term(logp_BT.sum() * math.nan, 1.0)}
+
+    with pytest.raises(RunError, match="step 1: loss nan"):
+        engine.step([loop._collate(units_of(2), None)], Objective("broken", broken), 1e-3)
+    assert all(torch.equal(a, p) for a, (_, p) in zip(before, engine.trained, strict=True))
+
+
+@pytest.mark.parametrize(("options", "units", "steps"), [
+    ({"steps": 9}, 3, 9), ({}, 9, 3), ({"epochs": 0.5}, 16, 2), ({"epochs": 0.01}, 16, 1), ({"epochs": 3.0}, 4, 3),
+])  # fmt: skip
+def test_how_many_steps(options: dict[str, Any], units: int, steps: int) -> None:
+    assert spec_of(**options).total_steps(units) == steps
