@@ -90,6 +90,9 @@ def test_every_row_is_on_one_rank_and_every_rank_takes_part(model: Path, count: 
     for rank in range(2):
         engine.dp_rank, engine.dp_size = rank, 2
         shares.append(loop.micro_batches(units, engine, spec, references))
+        mine = {float(i) for i in loop._mine([range(count)], engine, spec)}
+        held = [batch.extra["ref_logp_B"][batch.mask_BT.sum(1) > 0][::2].tolist() for batch in shares[-1]]
+        assert {found for part in held for found in part} == mine
     assert len(shares[0]) == len(shares[1])
     seen = []
     for batch in (batch for share in shares for batch in share):

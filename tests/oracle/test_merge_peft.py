@@ -1,4 +1,4 @@
-"""mst-merge against PEFT: what ``merge_and_unload`` gives, what the adapter computes when it is on, and what PEFT saves."""
+"""mst-merge against PEFT: what ``merge_and_unload`` gives, what the adapter computes when on, and what PEFT saves."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 IDS = torch.arange(3, 43).reshape(2, 20)
 
 
-def adapt(base: Path, out: Path, seed: int = 0, size: float = 0.1, **config: Any) -> Any:
-    """A PEFT model on ``base`` with random factors, saved in ``out``; returned with the adapter on."""
+def adapt(base: Path, out: Path, *, size: float = 0.1, fp32: bool = True, **config: Any) -> Any:
+    """A PEFT model on ``base`` with random factors, saved in ``out``; returned with the adapter on.
+
+    ``fp32``: the factors are, as PEFT makes them by itself; else they have the base's dtype.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     settings = {"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **config}
-    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(seed)
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings), autocast_adapter_dtype=fp32)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -87,11 +90,12 @@ def test_fp32_equals_merge_and_unload(tiny_hf: TinyHF, tmp_path: Path, family: s
     assert (logits(without) - with_adapter).abs().max() > 0.1, "the adapter must matter for this test to say anything"
 
 
+@pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bf16_is_nearer_to_the_truth_than_peft(tiny_hf: TinyHF, tmp_path: Path, family: str) -> None:
-    """peft #1035. The truth is the sum in fp32; ours is that, rounded once."""
+def test_bf16_is_nearer_to_the_truth_than_peft(tiny_hf: TinyHF, tmp_path: Path, family: str, fp32: bool) -> None:
+    """peft #1035. The truth is the sum in fp32; ours is that, rounded once. PEFT rounds the delta of bf16 factors too."""
     base = tiny_hf(family, dtype="bfloat16")
-    model = adapt(base, tmp_path / "lora", size=0.3)
+    model = adapt(base, tmp_path / "lora", size=0.3, fp32=fp32)
     ours, before = merge(base, tmp_path / "lora", tmp_path / "out"), load_file(base / "model.safetensors")
     factors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     theirs = by_peft(model)
@@ -108,7 +112,7 @@ def test_bf16_is_nearer_to_the_truth_than_peft(tiny_hf: TinyHF, tmp_path: Path, 
         mean["ours"] += float((tensor.float() - truth).abs().mean())
         mean["theirs"] += float((theirs[name].float() - truth).abs().mean())
         assert (tensor.float() - truth).abs().max() <= (theirs[name].float() - truth).abs().max()
-    assert mean["ours"] < mean["theirs"]
+    assert mean["ours"] <= (1.0 if fp32 else 0.8) * mean["theirs"], mean
 
 
 def test_a_megatron_base_equals_merge_and_unload(tiny_hf: TinyHF, tmp_path: Path) -> None:

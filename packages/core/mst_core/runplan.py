@@ -32,6 +32,7 @@ class RunPlan(Plan):
     layout_of_ranks: str
     trains: str
     lines: int
+    steps: str
     seq_length: int
     batch: str
     out: str
@@ -72,6 +73,7 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
     if seq_length > limit:
         raise SettingsError(f"--seq-length {spec.seq_length} is beyond the model's {limit} positions")
     checkpoint.check_free(spec.out, 0 if spec.lora_rank else model.parameters * 2)
+    lines = count_lines(spec.data)
     what = "all weights" if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
     return RunPlan(
         title=title,
@@ -83,7 +85,9 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         ranks=spec.ranks,
         layout_of_ranks=f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}{', sp' if spec.sp else ''}",
         trains=f"{what}, {spec.precision or 'bf16, on a CPU fp32'}",
-        lines=count_lines([*spec.data, *spec.eval_data]),
+        lines=lines,
+        steps=f"{spec.total_steps(lines)}"
+        + ("" if spec.steps else f" ({spec.epochs or 1:g} epochs, a line being a row)"),
         seq_length=seq_length,
         batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",
         out=str(spec.out),

@@ -211,9 +211,9 @@ def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def _metavar(kind: str) -> str:
-    """``tuple[Path,...]`` -> PATH, ``{fp32,bf16}`` stays, ``int`` -> INT."""
-    if kind.startswith("{"):
-        return kind
+    """``tuple[Path,...]`` -> PATH, ``{fp32,bf16}`` and lists of it stay, ``int`` -> INT."""
+    if "{" in kind:
+        return kind[kind.index("{") : kind.rindex("}") + 1]
     for word in ("Path", "int", "float", "str"):
         if word in kind:
             return word.upper()

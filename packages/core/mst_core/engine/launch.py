@@ -107,8 +107,8 @@ def _elastic(function: str, ranks: int, arguments: tuple[Any, ...]) -> Any:
         )
         try:
             return elastic_launch(config, _rank)(folder, os.getpid(), function, arguments)[0]
-        except SignalException as stop:
-            raise Stopped(f"stopped by signal {stop.sigval}; nothing was kept") from None
+        except SignalException as ended:
+            raise Stopped(f"stopped by {signal.Signals(ended.sigval).name}; nothing was written") from None
         except ChildFailedError as failed:
             raise _reason(Path(folder), failed) from None
 
@@ -120,7 +120,8 @@ def _rank(folder: str, parent: int, function: str, arguments: tuple[Any, ...]) -
     os.dup2(2, 1)
     # What libraries say about themselves (missing optional packages, deprecations) is no news to a user of mst.
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         return load(function)(*arguments)
     except MstError as error:
@@ -153,12 +154,13 @@ def _die_with(parent: int) -> None:
 def _reason(folder: Path, failed: Any) -> MstError:
     """What ended the run: a rank's MstError, else the rank that was killed, else the first rank with a bug.
 
-    A rank that ends takes the others with it, and their complaints (a closed connection) come as bugs.
+    A rank that ends takes the others with it: their complaints (a closed connection) come as bugs, and being ended by
+    the launcher as Stopped.
     """
-    found = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("error-*"))]
-    for error in sorted(found, key=lambda error: isinstance(error, RunError | Stopped)):
-        if isinstance(error, MstError):
-            return error
+    found: list[MstError] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("error-*"))]
+    reasons = [error for error in found if not isinstance(error, Stopped)]
+    if reasons:
+        return min(reasons, key=lambda error: isinstance(error, RunError))
     codes = {number: failure.exitcode for number, failure in sorted(failed.failures.items())}
     for number, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
@@ -170,5 +172,7 @@ def _reason(folder: Path, failed: Any) -> MstError:
         console.say(text)
         number, last = path.name.partition("-")[2], text.strip().splitlines()[-1]
         return RunError(f"rank {number} failed: {last}", hint="its traceback stands above; this may be a bug in mst")
+    if found:
+        return found[0]
     number, code = next(iter(codes.items()))
     return RunError(f"rank {number} ended with code {code}; the others were stopped")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -52,13 +53,13 @@ def fit(
     """
     steps = spec.total_steps(len(units))
     done = Fit(steps)
-    references = _references(engine, objective, units, spec, "reference log-probabilities")
+    batches = list(islice(Order(len(units), spec.seed).batches(spec.global_batch), steps))
+    mine = _mine(batches, engine, spec)
+    references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
     warmup = schedule.warmup_steps(steps, spec.warmup)
-    batches = Order(len(units), spec.seed).batches(spec.global_batch)
     with Metrics(staging) as metrics, _stop_on_sigterm() as stopping, _progress(engine, steps) as bar:
-        for step in range(steps):
-            chosen = next(batches)
+        for step, chosen in enumerate(batches):
             rate = schedule.lr(
                 step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
             )
@@ -80,7 +81,7 @@ def fit(
             bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")
             bar.advance()
             if stopping:
-                raise Stopped(f"stopped by SIGTERM after step {step + 1} of {steps}; nothing was kept")
+                raise Stopped(f"stopped by SIGTERM after step {step + 1} of {steps}; nothing was written")
     return done
 
 
@@ -117,6 +118,16 @@ def micro_batches(units: Sequence[Unit], engine: Engine, spec: RunSpec, referenc
     return [_collate(piece, found) for piece, found in pieces[engine.dp_rank :: engine.dp_size]]
 
 
+def _mine(batches: Sequence[Sequence[int]], engine: Engine, spec: RunSpec) -> set[int]:
+    """Which units the micro-batches of this data parallel rank hold, over the whole run."""
+    pieces = (
+        batch[start : start + spec.micro_batch]
+        for batch in batches
+        for start in range(engine.dp_rank * spec.micro_batch, len(batch), engine.dp_size * spec.micro_batch)
+    )
+    return {index for piece in pieces for index in piece}
+
+
 def _unlearnt(unit: Unit) -> Unit:
     return tuple(Sample(sample.tokens, [0] * len(sample.tokens)) for sample in unit)
 
@@ -127,22 +138,30 @@ def _collate(units: Sequence[Unit], references: list[Tensor] | None) -> Batch:
 
 
 def _references(
-    engine: Engine, objective: Objective, units: Sequence[Unit], spec: RunSpec, title: str
+    engine: Engine,
+    objective: Objective,
+    units: Sequence[Unit],
+    spec: RunSpec,
+    title: str,
+    only: set[int] | None = None,
 ) -> list[Tensor] | None:
     """ref_logp_B of each unit under the reference: the model before its first step, an adapter being off.
 
-    One pass before the training, so no second model is ever held.
+    One pass before the training, so no second model is ever held. ``only``: the units that this rank will meet; the
+    others get zeros.
     """
     if not objective.reference or not units:
         return None
-    found: list[Tensor] = []
-    with _progress(engine, len(units), title, "row") as bar:
-        for start in range(0, len(units), spec.micro_batch):
-            part = units[start : start + spec.micro_batch]
-            batch = _collate(part, None)
+    found = [torch.zeros(objective.rows) for _ in units]
+    wanted = sorted(range(len(units)) if only is None else only)
+    with _progress(engine, len(wanted), title, "row") as bar:
+        for start in range(0, len(wanted), spec.micro_batch):
+            indices = wanted[start : start + spec.micro_batch]
+            batch = _collate([units[i] for i in indices], None)
             logp_B = (engine.score(batch, reference=True) * batch.mask_BT).sum(1)
-            found += list(logp_B.split(objective.rows))
-            bar.advance(len(part))
+            for index, logp in zip(indices, logp_B.split(objective.rows), strict=True):
+                found[index] = logp
+            bar.advance(len(indices))
     return found
 
 
