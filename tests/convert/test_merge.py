@@ -155,6 +155,16 @@ def test_a_tied_model_that_ships_its_head_keeps_it(tiny_hf: TinyHF, tmp_path: Pa
     assert torch.equal(again["lm_head.weight"], stored["lm_head.weight"])
 
 
+def test_a_megatron_base_of_another_dtype_than_its_config(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> None:
+    """Left as it is, the config would make transformers load fp32 weights as bf16."""
+    megatron = convert(model=tiny_hf("llama"), to="megatron", out=tmp_path / "megatron")
+    config = json.loads((megatron / "hf" / "config.json").read_text())
+    (megatron / "hf" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    merge(model=megatron, adapter=adapter, out=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "dtype": "float32"}
+    assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "out").values())
+
+
 def test_the_same_command_gives_the_same_id(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> None:
     ids = [merge(model=tiny_hf("llama"), adapter=adapter, out=tmp_path / n).data["id"] for n in ("one", "two")]
     assert ids[0] == ids[1]

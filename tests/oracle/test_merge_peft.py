@@ -93,7 +93,7 @@ def test_fp32_equals_merge_and_unload(tiny_hf: TinyHF, tmp_path: Path, family: s
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_bf16_is_nearer_to_the_truth_than_peft(tiny_hf: TinyHF, tmp_path: Path, family: str, fp32: bool) -> None:
-    """peft #1035. The truth is the sum in fp32; ours is that, rounded once. PEFT rounds the delta of bf16 factors too."""
+    """peft #1035. The truth is the sum in fp32; ours is that, rounded once. PEFT rounds the delta of bf16 factors."""
     base = tiny_hf(family, dtype="bfloat16")
     model = adapt(base, tmp_path / "lora", size=0.3, fp32=fp32)
     ours, before = merge(base, tmp_path / "lora", tmp_path / "out"), load_file(base / "model.safetensors")
