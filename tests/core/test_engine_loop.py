@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,18 +81,15 @@ def test_a_rank_computes_the_references_it_meets_and_no_others(model: Path, size
     units, spec = units_of(7, 2), spec_of(micro_batch=size)
     engine = PlainEngine(spec, model)
     whole = loop._references(engine, DPO, units, spec, "reference") or []
-    for dp_size in (1, 2, 3):
-        engine.dp_size = dp_size
+    first = [6, 0, 3, 4]
+    for ranks in (1, 2, 3):
         shares = []
-        for dp_rank in range(dp_size):
-            engine.dp_rank = dp_rank
-            shares.append(loop._mine([[6, 0, 3, 4], [1, 5]], engine, spec))
-            for batch in loop.micro_batches(
-                [units[i] for i in (6, 0, 3, 4)], engine, spec, [whole[i] for i in (6, 0, 3, 4)]
-            ):
-                learnt_B = batch.mask_BT.sum(1) > 0
-                met = {float(found) for found in batch.extra["ref_logp_B"][learnt_B]}
-                assert met <= {float(found) for i in shares[-1] for found in whole[i]}
+        for rank in range(ranks):
+            engine.dp_rank, engine.dp_size = rank, ranks
+            shares.append(loop._mine([first, [1, 5]], engine, spec))
+            known = {float(found) for i in shares[-1] for found in whole[i]}
+            for batch in loop.micro_batches([units[i] for i in first], engine, spec, [whole[i] for i in first]):
+                assert set(batch.extra["ref_logp_B"][batch.mask_BT.sum(1) > 0].tolist()) <= known
         assert sorted(index for share in shares for index in share) == [0, 1, 3, 4, 5, 6]
     some = loop._references(engine, DPO, units, spec, "reference", {1, 4}) or []
     for index, found in enumerate(some):
@@ -139,21 +135,19 @@ def test_the_adapter_off_is_the_base(model: Path) -> None:
 
 
 def test_a_run_is_the_same_twice_and_learns(model: Path, tmp_path: Path) -> None:
-    spec = spec_of(epochs=2.5, micro_batch=2, log_every=2, eval_every=3)
+    spec = spec_of(epochs=2.5, micro_batch=2, eval_every=3)
     units, held_out = units_of(6), units_of(9)[6:]
     found = []
     for name in ("one", "two"):
         with checkpoint.stage(tmp_path / name) as staging:
             engine = PlainEngine(spec, model)
             done = loop.fit(engine, SFT, units, spec, staging, held_out)
-            rows = [json.loads(line) for line in (staging.path / "metrics.jsonl").read_text().splitlines()]
-            found.append((done, rows, torch.cat([p.flatten() for _, p in engine.trained])))
-    (one, rows, weights), (two, _, others) = found
+            found.append((done, torch.cat([p.flatten() for _, p in engine.trained])))
+    (one, weights), (two, others) = found
     assert one.steps == 5  # 2.5 epochs of two batches (4 and 2 rows)
     assert one.last["loss"] < one.first["loss"]
     assert torch.equal(weights, others)
     assert one.evaluation == two.evaluation
-    assert rows[-1]["eval/loss"] == one.evaluation["loss"]
 
 
 def test_evaluation_is_over_tokens_not_over_batches(model: Path) -> None:

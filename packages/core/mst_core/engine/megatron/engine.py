@@ -49,15 +49,16 @@ class MegatronEngine:
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.multiple = spec.tp if spec.sp else 1
-        self.raw = model.build(family.megatron(config, str(hf)), spec, self._vocab_rows())
+        self.raw = model.build(family.megatron(config, str(hf)), spec, self._vocab_rows()).to(groups.device())
         checkpoint.load(self.raw, model_dir)
         step.mask_padding(self.raw, self.dims.vocab)
+        inner = model.in_precision(self.raw, spec)  # before the adapters, which stay fp32 as PEFT's do
         self.adapters: list[lora.Adapters] = []
         self.targets: list[str] = []
         if spec.lora_rank is not None:
             self.targets = shared_lora.targets(spec.lora_targets)
             self.adapters = lora.attach(self.raw, spec, self.dims, self.targets)
-        self.model, self.optimizer = _wrap(self.raw, spec)
+        self.model, self.optimizer = _wrap(inner, spec)
         self.steps = 0
 
     def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
@@ -135,33 +136,34 @@ class MegatronEngine:
 
     def _update(self, loss: float) -> float:
         """Clip and step. Raises RunError, with the weights untouched, if the loss or the norm is not finite."""
-        norm = math.inf
-        if math.isfinite(loss):
-            found_inf = self.optimizer.prepare_grads()
-            norm = self.optimizer.get_grad_norm() if not found_inf else math.inf
-        if not math.isfinite(norm):
+        # What optimizer.step() does, in its parts: it would change the weights although the norm is not a number, and
+        # computes no norm where clipping is off.
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RunError(
                 f"step {self.steps}: loss {loss:g}, gradient norm {norm:g}",
                 hint="the weights are those of the step before; try a smaller --lr or --precision fp32",
             )
-        ok, norm, _ = self.optimizer.step()
-        if not ok:
-            raise RunError(f"step {self.steps}: megatron-core's optimizer refused the step")
-        return float(norm)
+        parameters = self.optimizer.get_parameters()
+        if self.spec.clip_grad and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=self.spec.clip_grad, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
 
 
-def _wrap(raw: Any, spec: RunSpec) -> tuple[Any, Any]:
+def _wrap(inner: Any, spec: RunSpec) -> tuple[Any, Any]:
     """DDP and optimizer around the model, gradients reduced in fp32, nothing divided by Megatron."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
 
-    config, half = raw.config, spec.precision == "bf16"
+    config, half = inner.config, spec.precision == "bf16"
     distributed = spec.distributed_optimizer
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=False
     )
-    inner = Float16Module(config, raw) if half else raw
     wrapped = DistributedDataParallel(config, ddp, inner)
     wrapped.broadcast_params()
     config.finalize_model_grads_func = lambda chunks, _tokens=None, **options: finalize_model_grads(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mst_core.engine.lora import lora_init
+from mst_core.engine.megatron import groups
 from mst_core.families.rules import Dims
 from mst_core.runspec import RunSpec
 
@@ -132,7 +133,7 @@ def attach(model: Any, spec: RunSpec, dims: Dims, names: Sequence[str]) -> list[
                 start = lora_init(spec.seed, module, rank, features)
                 parts[name] = Adapter(module, start, out, path in COLUMN, spec.sp, tp)
             adapters = Adapters(parts, projections, dims, spec.alpha / rank, tp[1])
-            linear.adapters = adapters
+            linear.adapters = adapters.to(groups.device())
             linear.register_forward_hook(adapters.hook)
             made.append(adapters)
     return made
@@ -147,7 +148,7 @@ def gather(adapters: Sequence[Adapters]) -> dict[str, Tensor]:
         if not isinstance(adapter, Adapter):
             continue
         for letter, parameter in (("A", adapter.lora_a), ("B", adapter.lora_b)):
-            value = _main(parameter)
+            value = parameter.detach()
             if getattr(parameter, "tensor_model_parallel", False):
                 value = torch.cat(_all_gather(value), dim=0 if adapter.column else 1)
             mine[f"base_model.model.{adapter.module}.lora_{letter}.weight"] = value.cpu()
@@ -157,13 +158,6 @@ def gather(adapters: Sequence[Adapters]) -> dict[str, Tensor]:
     )
     dist.gather_object(mine if first else {}, everyone)
     return {name: value for part in everyone or [] for name, value in part.items()}
-
-
-def _main(parameter: Tensor) -> Tensor:
-    """The optimizer's fp32 copy where this rank holds it whole, else the parameter."""
-    main = getattr(parameter, "main_param", None)
-    held = main if main is not None and main.shape == parameter.shape else parameter
-    return held.detach().float()
 
 
 def _all_gather(value: Tensor) -> list[Tensor]:

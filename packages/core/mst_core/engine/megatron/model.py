@@ -25,6 +25,7 @@ def transformer_config(groups: dict[str, dict[str, Any]], spec: RunSpec) -> Any:
 
     fields = dict(groups["transformer"])
     fields["activation_func"] = getattr(torch.nn.functional, fields["activation_func"])
+    fields["attention_dropout"] = fields["hidden_dropout"] = 0.0  # as in the plain engine, whatever config.json says
     half = spec.precision == "bf16"
     fused = with_te(spec)
     return TransformerConfig(
@@ -72,6 +73,13 @@ def build(groups: dict[str, dict[str, Any]], spec: RunSpec, vocab_rows: int) -> 
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **groups["rope"])
     return model
+
+
+def in_precision(model: Any, spec: RunSpec) -> Any:
+    """The model with its weights, inputs and stage boundaries in the run's precision."""
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(model.config, model) if spec.precision == "bf16" else model
 
 
 def with_te(spec: RunSpec) -> bool:

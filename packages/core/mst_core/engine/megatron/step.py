@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens of the batch, S = T padded for sequence parallelis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,15 +46,45 @@ def mask_padding(model: Any, vocab: int) -> None:
     model.output_layer.register_forward_hook(hide)
 
 
-def forward_logp(model: Any, batch: Batch, multiple: int) -> Tensor:
+def forward_logp(model: Any, batch: Batch, multiple: int, learnt_only: bool) -> Tensor:
     """This stage's forward pass. On the last stage -logp of the next token, (B, S); else the hidden states.
 
-    multiple   S is T rounded up to this (the tensor parallel size under sequence parallelism)
+    multiple      S is T rounded up to this (the tensor parallel size under sequence parallelism)
+    learnt_only   0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made
+                  (under sequence parallelism each rank holds other tokens, and all are made)
     """
     tokens_BS = torch.nn.functional.pad(batch.tokens_BT, (0, -batch.tokens_BT.shape[1] % multiple))
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
-    return model(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None, labels=labels_BS)
+    process = partial(_learnt, learnt_BS=batch.mask_BT.roll(-1, dims=1) != 0) if learnt_only and multiple == 1 else None
+    return model(
+        input_ids=tokens_BS,
+        position_ids=positions_BS,
+        attention_mask=None,
+        labels=labels_BS,
+        output_processor=process,
+    )
+
+
+def _learnt(
+    *,
+    learnt_BS: Tensor,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    **_: object,
+) -> Tensor:
+    """GPTModel's end, for the positions before a learnt token only: -logp, (B, S), 0 elsewhere."""
+    length, batch, _hidden = hidden_states.shape
+    chosen_N = learnt_BS.t().flatten().nonzero().flatten()
+    if not len(chosen_N):
+        chosen_N = chosen_N.new_zeros(1)  # every rank must take part in the backward pass; the mask makes it 0
+    hidden_N1H = hidden_states.flatten(0, 1)[chosen_N].unsqueeze(1)
+    logits_N1V, _bias = output_layer(hidden_N1H, weight=output_weight)
+    loss_N = compute_language_model_loss(labels.t().flatten()[chosen_N].unsqueeze(0), logits_N1V).flatten()
+    return loss_N.new_zeros(length * batch).index_copy(0, chosen_N, loss_N).view(length, batch).t()
 
 
 def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
@@ -66,7 +97,8 @@ def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
 def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_only: bool, multiple: int) -> list[Any]:
     """Megatron's schedule over the micro-batches.
 
-    last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only
+    last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only. Where ``forward_only``
+                 is off, logp_BT is 0 for tokens that are not learnt
 
     Returns what it kept, a list in the order of ``batches`` on the last stage and empty elsewhere.
     """
@@ -79,7 +111,7 @@ def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_
             value, kept = last_stage(logp_of(output_BS, batch), batch)
             return value, torch.tensor(0, dtype=torch.int), kept
 
-        return forward_logp(chunk, batch, multiple), loss
+        return forward_logp(chunk, batch, multiple, learnt_only=not forward_only), loss
 
     return get_forward_backward_func()(
         forward_step_func=step,
