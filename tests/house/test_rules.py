@@ -144,25 +144,41 @@ def test_a_package_imports_alone_with_core(package: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_help_is_light_and_quick(tool: str) -> None:
-    script = (
-        "import sys, resource\nsys.argv = ['x', '--help']\n"
-        f"from {TOOLS[tool]} import main\n"
-        "try:\n    main()\nexcept SystemExit as stop: code = stop.code or 0\n"
-        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+def cpu_of(script: str) -> tuple[float, str, str]:
+    """(the least CPU seconds of five runs, stdout, the last line of stderr) of a Python script."""
+    tail = (
+        "import resource\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
         f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
-        "print(code, used.ru_utime + used.ru_stime, heavy, file=sys.stderr)\n"
+        "print(code, heavy, used.ru_utime + used.ru_stime, file=sys.stderr)\n"
     )
     seconds = []
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        code, cpu, heavy = done.stderr.strip().splitlines()[-1].split(maxsplit=2)
-        assert (code, heavy) == ("0", "[]"), done.stderr
-        assert done.stdout.startswith("usage: ")
+        words = [sys.executable, "-c", f"import sys\ncode = 0\n{script}\n{tail}"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        said, _, cpu = done.stderr.strip().splitlines()[-1].rpartition(" ")
         seconds.append(float(cpu))
-    # The rule says 0.5 s of CPU; a busy machine counts twice, so the best of five is held.
-    assert min(seconds) < 0.5, f"{tool} --help takes {seconds} s of CPU"
+    return min(seconds), done.stdout, said
+
+
+@pytest.fixture(scope="module")
+def slowness() -> float:
+    """How much slower this machine is, just now, than an idle one: importing pydantic-settings takes 0.3 s there.
+
+    CPU seconds of two processes on one core's two threads count up to twice, so the rule is held in these units.
+    """
+    return max(1.0, cpu_of("import pydantic_settings")[0] / 0.3)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_is_light_and_quick(tool: str, slowness: float) -> None:
+    script = (
+        f"sys.argv = ['x', '--help']\nfrom {TOOLS[tool]} import main\n"
+        "try:\n    main()\nexcept SystemExit as stop: code = stop.code or 0"
+    )
+    seconds, shown, said = cpu_of(script)
+    assert said == "0 []"
+    assert shown.startswith("usage: ")
+    assert seconds < 0.5 * slowness, f"{tool} --help takes {seconds:.2f} s of CPU, at {slowness:.2f} x an idle machine"
 
 
 def test_generated_files_are_up_to_date() -> None:

@@ -1,0 +1,71 @@
+"""mst-align from Python: from ln 2 to a margin, the reference untouched, the output named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mst_align.plan import plan
+from mst_align.spec import AlignSpec
+from mst_align.work import work
+from mst_core import checkpoint, manifest
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "pairs.jsonl"
+    rows = [{"prompt": f"Is number {i} odd?", "chosen": "yes", "rejected": "no"} for i in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def align(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
+    fields = {"global_batch": 4, "micro_batch": 2, "lr": 1e-3, "precision": "fp32", **settings}
+    spec = AlignSpec(model=str(model), data=(data,), out=out, **fields)
+    return work(spec, plan(spec)).data
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_it_starts_at_ln_2_and_learns_to_prefer(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, lora: int | None
+) -> None:
+    model = tiny_hf("llama")
+    rate = 1e-3 if lora is None else 1e-2
+    done = align(model, data, tmp_path / "out", epochs=6, lora_rank=lora, lr=rate, eval_data=(data,))
+    assert done["first_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert (done["rows"], done["steps"]) == (9, 18)
+    assert done["loss"] < 0.5
+    # Measured on the rows themselves, against the reference before training.
+    assert done["eval/rewards/accuracy"] == 1.0
+    assert done["eval/rewards/margin"] > 0.5
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["rewards/margin"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
+        assert 0 <= row["rewards/accuracy"] <= 1
+    made = manifest.read(tmp_path / "out")
+    assert checkpoint.verify(tmp_path / "out") == []
+    assert (made.kind, made.layout) == (("model", "hf") if lora is None else ("adapter", "peft"))
+    assert [parent.role for parent in made.parents] == ["base", "data"]
+    assert made.parents[0].id == manifest.identify(model).id
+    assert made.parents[0].weights == manifest.identify(model).digests.weights
+
+
+def test_the_same_run_has_the_same_id(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    model = tiny_hf("qwen2")
+    found = [align(model, data, tmp_path / name, lora_rank=4, steps=2)["id"] for name in ("one", "two")]
+    assert found[0] == found[1]
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert align(model, data, tmp_path / "three", lora_rank=4, steps=2, beta=0.2)["id"] != found[0]
+
+
+def test_micro_batches_of_pairs_change_nothing(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    losses = [
+        align(tiny_hf("llama"), data, tmp_path / str(size), steps=3, micro_batch=size)["loss"] for size in (1, 2, 4)
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, abs=2e-6)

@@ -1,0 +1,152 @@
+"""mst-train as a program and from Python: what comes out, how it is named, and that it learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from mst_core import checkpoint, manifest
+from mst_core.errors import InputError
+from mst_train.plan import plan
+from mst_train.spec import TrainSpec
+from mst_train.work import work
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
+    fields = {"global_batch": 4, "lr": 3e-3, "precision": "fp32", **settings}
+    spec = TrainSpec(model=str(model), data=(data,), out=out, **fields)
+    return work(spec, plan(spec)).data
+
+
+def test_a_full_run_and_its_manifest(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    model = tiny_hf("llama", dtype="bfloat16")
+    done = train(model, data, tmp_path / "a", epochs=4, eval_data=(data,), eval_every=4)
+    assert done["loss"] < 0.7 * done["first_loss"]
+    assert (done["rows"], done["steps"]) == (10, 12)
+    assert done["eval/loss"] < done["first_loss"]
+    made = manifest.read(tmp_path / "a")
+    assert checkpoint.verify(tmp_path / "a") == []
+    base, rows = made.parents
+    assert (base.role, base.id, base.lossless) == ("base", manifest.identify(model).id, False)
+    assert (rows.role, rows.id) == ("data", f"blake3:{blake3(data.read_bytes()).hexdigest()}")
+    assert (made.id, made.kind, made.layout) == (done["id"], "model", "hf")
+    assert made.model == manifest.identify(model).model
+    assert made.digests.tokenizer == manifest.identify(model).digests.tokenizer
+    assert made.digests.weights != manifest.identify(model).digests.weights
+    assert made.made_by is not None
+    settings = made.made_by.settings
+    assert {name: settings[name] for name in ("steps", "engine", "precision", "seq_length", "stage", "dp")} == {
+        "steps": 12, "engine": "plain", "precision": "fp32", "seq_length": 256, "stage": "sft", "dp": 1,
+    }  # fmt: skip
+    assert not any(str(tmp_path) in str(value) for value in settings.values())
+    assert {"metrics.jsonl", "loss.png"} < {entry.path for entry in made.attachments}
+    # What came out goes in again.
+    assert train(tmp_path / "a", data, tmp_path / "b", steps=1)["first_loss"] == pytest.approx(done["loss"], abs=1.0)
+
+
+def test_the_same_run_has_the_same_id_however_it_is_said(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    model = tiny_hf("llama")
+    one = train(model, data, tmp_path / "one")
+    same = [
+        train(model, data, tmp_path / "two", epochs=1, log_every=2, eval_data=(data,)),
+        train(model, data, tmp_path / "three", steps=3, bad_rows="skip", engine="plain", seq_length=256),
+    ]
+    assert [found["id"] for found in same] == [one["id"]] * 2
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "three/model.safetensors").read_bytes()
+    others = [
+        train(model, data, tmp_path / f"other{index}", **change)
+        for index, change in enumerate(({"seed": 1}, {"steps": 2}, {"lr": 2e-3}))
+    ]
+    assert len({one["id"], *(found["id"] for found in others)}) == 4
+    lora = train(model, data, tmp_path / "lora", lora_rank=4)
+    again = train(model, data, tmp_path / "lora-again", lora_rank=4, lora_alpha=8.0)
+    assert lora["id"] == again["id"]
+    adapter = manifest.read(tmp_path / "lora")
+    assert (adapter.kind, adapter.layout, adapter.model) == ("adapter", "peft", None)
+    config = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, None)
+
+
+def test_a_model_that_changes_under_the_run_is_refused(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from mst_core.engine import loop
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_hf("llama"), model)
+    fit = loop.fit
+
+    def meanwhile(*given: Any) -> Any:
+        (model / "generation_config.json").write_text("{}")
+        return fit(*given)
+
+    monkeypatch.setattr(loop, "fit", meanwhile)
+    with pytest.raises(InputError, match="changed while it was trained from"):
+        train(model, data, tmp_path / "out", steps=1)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_dry_run_tells_the_steps_and_writes_nothing(
+    mst: Callable[..., Any], tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    words = ("--model", tiny_hf("llama"), "--data", data, "--out", tmp_path / "out", "--global-batch", 4)
+    planned = json.loads(mst("mst-train", *words, "--epochs", 2, "--dry-run", "--json").stdout)
+    assert (planned["lines"], planned["steps"].split()[0], planned["engine"]) == (10, "6", "plain")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_ends_the_command_with_code_6(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    words = ("--model", tiny_hf("llama"), "--data", data, "--out", tmp_path / "out", "--steps", 100000)
+    running = subprocess.Popen(
+        [str(BIN / "mst-train"), *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    metrics, end = tmp_path / "out.partial" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 6, err
+    assert out == ""
+    assert "stopped by SIGTERM after step" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_runs_under_torchrun(
+    mst: Callable[..., Any], tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    """Two pipeline stages, started by somebody else: one result on stdout, and the id of our own launcher's run."""
+    mst("mst-convert", "--model", tiny_hf("llama"), "--to", "megatron", "--out", tmp_path / "megatron")
+    words = ("--model", tmp_path / "megatron", "--data", data, "--pp", 2, "--steps", 2, "--global-batch", 4, "--json")
+    theirs = mst(
+        "torchrun", "--standalone", "--nproc-per-node", 2, BIN / "mst-train", *words, "--out", tmp_path / "theirs"
+    )
+    ours = mst("mst-train", *words, "--out", tmp_path / "ours")
+    assert theirs.stdout.count("\n") == ours.stdout.count("\n") == 1
+    assert json.loads(theirs.stdout)["id"] == json.loads(ours.stdout)["id"]
+    plain = train(tiny_hf("llama"), data, tmp_path / "plain", steps=2, lr=1e-5)
+    assert json.loads(ours.stdout)["loss"] == pytest.approx(plain["loss"], abs=1e-5)
