@@ -36,7 +36,7 @@ def nan_gradient(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:
     return {"zero": Term(((logp_BT * batch.mask_BT).sum() * 0).abs().sqrt(), 1.0)}
 
 
-OBJECTIVES = {"sft": SFT, "dpo": dpo_objective(0.5), "nan": Objective("nan", nan_gradient)}
+OBJECTIVES = {"sft": SFT, "dpo": dpo_objective(0.1), "nan": Objective("nan", nan_gradient)}
 
 
 def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, prompts: bool = True) -> list[Batch]:
@@ -67,7 +67,7 @@ def spec_of(case: dict[str, Any]) -> RunSpec:
 
 
 def with_reference(engine: Engine, objective: Objective, found: Sequence[Batch]) -> list[Batch]:
-    """The batches with ref_logp_B, as loop.fit computes it."""
+    """The batches with ref_logp_B of the model before its first step, as loop.fit computes it."""
     if not objective.reference:
         return list(found)
     return [replace(b, extra={"ref_logp_B": (engine.score(b, reference=True) * b.mask_BT).sum(1)}) for b in found]
@@ -78,12 +78,9 @@ def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     objective, micro = OBJECTIVES[case["objective"]], case["settings"].get("micro_batch", 1) * case.get("rows", 1)
     probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
     found: dict[str, Any] = {"before": engine.score(probe), "steps": []}
-    for step, rate in enumerate(RATES[: case["steps"]]):
-        whole = with_reference(engine, objective, batches(step, 8, micro, case["vocab"])) if step == 0 else None
-        if whole is None:
-            whole = batches(step, 8, micro, case["vocab"])
-            if objective.reference:  # of step 0's model: any fixed number does here
-                whole = [replace(b, extra={"ref_logp_B": -5.0 * b.mask_BT.sum(1)}) for b in whole]
+    rates = RATES[: case["steps"]]
+    given = [with_reference(engine, objective, batches(seed, 8, micro, case["vocab"])) for seed in range(len(rates))]
+    for whole, rate in zip(given, rates, strict=True):
         found["steps"].append(engine.step(whole[engine.dp_rank :: engine.dp_size], objective, rate))
     found["after"] = engine.score(probe)
     found["reference"] = engine.score(probe, reference=True)

@@ -64,14 +64,14 @@ def case(model: str, layout: str, objective: str, micro: int = 2, steps: int = 5
 
 def cases() -> dict[str, dict[str, Any]]:
     found = {f"{o}/{name}": case("llama", name, o) for o in ("sft", "dpo") for name in LAYOUTS}
-    for family in ("qwen2", "qwen3", "mistral"):
-        for layout in ("pp2", "tp2-sp", "tp2-pp2"):
-            found[f"{family}/{layout}"] = case(family, layout, "sft")
+    for family, layout in (("qwen2", "pp2"), ("qwen2", "tp2-sp"), ("qwen3", "tp2-sp"), ("qwen3", "tp2-pp2"),
+                           ("mistral", "pp2"), ("mistral", "tp2-sp")):  # fmt: skip
+        found[f"{family}/{layout}"] = case(family, layout, "sft")
     for family in ("llama", "qwen2", "qwen3", "mistral"):
         found[f"logits/{family}"] = case(family, "dp2", "sft", steps=0, logits=True)
     for micro in (1, 2, 4):
         for layout in ("pp2", "dp2"):
-            found[f"micro/{layout}/{micro}"] = case("llama", layout, "sft", micro, settings={"clip_grad": 0.0})
+            found[f"micro/{layout}/{micro}"] = case("llama", layout, "sft", micro, 3, settings={"clip_grad": 0.0})
     for layout in ("tp2-pp2", "pp2", "tp2-dp2-sp-dist"):
         found[f"lora/{layout}"] = case("qwen2", layout, "dpo", settings=LORA, save=True)
     found["lora/few"] = case("qwen3", "tp2-sp", "sft", settings={**LORA, "lora_targets": ("k_proj", "up_proj")})
@@ -169,7 +169,7 @@ def difference(first: list[dict[str, float]], second: list[dict[str, float]], ke
     return max(abs(a[key] - b[key]) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", named("sft", "dpo", "qwen2", "qwen3", "mistral", "micro", "lora"))
+@pytest.mark.parametrize("name", named("sft", "dpo", "qwen2", "qwen3", "mistral", "micro", "lora", "trained"))
 def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name: str) -> None:
     found, wanted = found_of(ran, name), plain(name)[1]
     assert found["steps"][0].keys() == wanted["steps"][0].keys()
@@ -178,10 +178,10 @@ def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name
         assert difference(found["steps"], wanted["steps"], key) <= limit, key
     assert (found["before"] - wanted["before"]).abs().max() <= 1e-5
     assert (found["after"] - wanted["after"]).abs().max() <= 1e-3
-    assert (found["after"] - found["before"]).abs().max() > 0.1 or name == "lora/few"
+    assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", named("dpo", "lora"))
+@pytest.mark.parametrize("name", named("dpo", "lora", "bf16-lora"))
 def test_the_first_dpo_loss_is_ln_2(ran: dict[str, Any], name: str) -> None:
     if CASES[name]["objective"] != "dpo":
         pytest.skip("sft")
