@@ -22,6 +22,8 @@ def behave(case: str, folder: str) -> dict[str, object]:
     rank = launch.rank()
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     sys.stdout.write(f"rank {rank} prints\n")
+    while len(list(Path(folder).glob("pid-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     if case == "error" and rank == 1:
         raise InputError("cannot be used", where="rows.jsonl:7", hint="mend it")
     if case == "bug" and rank == 1:

@@ -31,7 +31,7 @@ HEAVY = (
     "lm_eval",
 )
 ONE_FOLDER = ("megatron", "peft", "deepspeed", "vllm", "lmdeploy", "lm_eval", "fastapi", "uvicorn", "gguf")
-LIGHT = {"pydantic", "pydantic_settings", "yaml", "rich", "blake3", "mst_core", "httpx"}
+LIGHT = {"pydantic", "pydantic_settings", "yaml", "rich", "blake3", "mst_core", "httpx2"}
 """What core's inner ring may import at module level beside the standard library."""
 
 

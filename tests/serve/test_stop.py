@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -34,25 +34,25 @@ def long_prompt(server: Running) -> str:
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_the_slots(server: Running, stream: bool) -> None:
     body = {"model": server.model, "prompt": long_prompt(server), "temperature": 0, "n": 4, "stream": stream, **LONG}
-    with httpx.Client(timeout=60) as client:
+    with httpx2.Client(timeout=60) as client:
         if stream:
             with client.stream("POST", server.url + "/completions", json=body) as answer:
                 lines = answer.iter_lines()
                 next(lines)
                 assert server.health()["running"] == 4
         else:
-            with contextlib.suppress(httpx.ReadTimeout):
+            with contextlib.suppress(httpx2.ReadTimeout):
                 client.post(server.url + "/completions", json=body, timeout=0.5)
     server.wait_for(lambda state: state["running"] == 0 and state["waiting"] == 0, 2)
 
 
 def test_waiting_requests_that_disconnect_leave_the_queue(server: Running) -> None:
     body = {"model": server.model, "prompt": long_prompt(server), "temperature": 0, "n": 8, "stream": True, **LONG}
-    with httpx.Client(timeout=60) as client:
+    with httpx2.Client(timeout=60) as client:
         with client.stream("POST", server.url + "/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            with contextlib.suppress(httpx.ReadTimeout):
+            with contextlib.suppress(httpx2.ReadTimeout):
                 client.post(server.url + "/completions", json={**body, "n": 2, "stream": False}, timeout=0.3)
             server.wait_for(lambda state: state["waiting"] == 0, 2)
             assert server.health()["running"] == 8
@@ -65,7 +65,7 @@ def test_full_queue_is_429_and_the_rest_is_answered(server: Running) -> None:
     answers: list[Any] = []
 
     def ask() -> None:
-        answer = httpx.post(server.url + "/completions", json=body, timeout=120)
+        answer = httpx2.post(server.url + "/completions", json=body, timeout=120)
         codes.append(answer.status_code)
         answers.append(answer)
 
@@ -127,11 +127,11 @@ def test_stop_timeout_cuts_and_says_so(tiny_hf: Callable[..., Path], tmp_path: P
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         running.client.chat.completions.create(model=running.model, messages=[{"role": "user", "content": "x"}])
     body = {"model": running.model, "prompt": "x", "n": 16, "seed": 1, "max_tokens": 90_000, "stream": True}
-    with httpx.stream("POST", running.url + "/completions", json=body, timeout=60) as answer:
+    with httpx2.stream("POST", running.url + "/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         running.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx2.HTTPError):
             list(lines)
     assert running.process.wait(20) == 5, running.log.read_text()
     assert "were cut" in running.log.read_text()

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mst_align.cli import main as align_main
+from mst_train.cli import main as train_main
 
 Mst = Callable[..., Any]
 
@@ -31,6 +37,27 @@ def megatron(tiny_hf: Callable[..., Path], mst: Mst, tmp_path_factory: pytest.Te
     return out
 
 
+MAIN = {"mst-train": train_main, "mst-align": align_main}
+
+
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Mst]:
+    """As ``mst``, in this process: a program of its own would spend its time on importing transformers."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(tool: str, *words: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, words)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            MAIN[tool]()
+        out, err = capfd.readouterr()
+        assert ended.value.code == code, err
+        return subprocess.CompletedProcess([tool], code, out, err)
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
 def refused(mst: Mst, tmp_path: Path, *words: Any, code: int = 3, tool: str = "mst-train") -> str:
     done = mst(tool, *words, "--out", tmp_path / "out", code=code)
     assert done.stdout == ""
@@ -39,25 +66,25 @@ def refused(mst: Mst, tmp_path: Path, *words: Any, code: int = 3, tool: str = "m
     return str(done.stderr)
 
 
-def test_wrong_directories(mst: Mst, tmp_path: Path, data: Path, tiny_hf: Callable[..., Path], megatron: Path) -> None:
+def test_wrong_directories(here: Mst, tmp_path: Path, data: Path, tiny_hf: Callable[..., Path], megatron: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "is no model" in refused(mst, tmp_path, "--model", tmp_path / "empty", "--data", data)
-    assert "no such directory" in refused(mst, tmp_path, "--model", tmp_path / "none", "--data", data)
-    said = refused(mst, tmp_path, "--model", megatron, "--data", data, "--engine", "plain")
+    assert "is no model" in refused(here, tmp_path, "--model", tmp_path / "empty", "--data", data)
+    assert "no such directory" in refused(here, tmp_path, "--model", tmp_path / "none", "--data", data)
+    said = refused(here, tmp_path, "--model", megatron, "--data", data, "--engine", "plain")
     assert "hint: mst-convert --model" in said
-    said = refused(mst, tmp_path, "--model", tiny_hf("llama"), "--data", data, "--engine", "megatron")
+    said = refused(here, tmp_path, "--model", tiny_hf("llama"), "--data", data, "--engine", "megatron")
     assert "--to megatron" in said
-    said = refused(mst, tmp_path, "--model", tiny_hf("llama"), "--data", data, "--pp", 2)
+    said = refused(here, tmp_path, "--model", tiny_hf("llama"), "--data", data, "--pp", 2)
     assert "--to megatron" in said
 
 
-def test_broken_models(mst: Mst, tmp_path: Path, data: Path, tiny_hf: Callable[..., Path]) -> None:
+def test_broken_models(here: Mst, tmp_path: Path, data: Path, tiny_hf: Callable[..., Path]) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_hf("llama"), model)
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    assert "model.safetensors" in refused(mst, tmp_path, "--model", model, "--data", data)
+    assert "model.safetensors" in refused(here, tmp_path, "--model", model, "--data", data)
     weights.write_bytes(whole)
     config = json.loads((model / "config.json").read_text())
     for change, says in (
@@ -66,26 +93,26 @@ def test_broken_models(mst: Mst, tmp_path: Path, data: Path, tiny_hf: Callable[.
         ({"intermediate_size": 128}, "the config says"),
     ):
         (model / "config.json").write_text(json.dumps({**config, **change}))
-        assert says in refused(mst, tmp_path, "--model", model, "--data", data)
+        assert says in refused(here, tmp_path, "--model", model, "--data", data)
     (model / "config.json").write_text(json.dumps(config))
     (model / "chat_template.jinja").unlink()
-    said = refused(mst, tmp_path, "--model", model, "--data", data)
+    said = refused(here, tmp_path, "--model", model, "--data", data)
     assert "no chat template" in said
     assert "hint: put the template" in said
 
 
-def test_layouts_that_do_not_fit(mst: Mst, tmp_path: Path, data: Path, megatron: Path) -> None:
+def test_layouts_that_do_not_fit(here: Mst, tmp_path: Path, data: Path, megatron: Path) -> None:
     words = ("--model", megatron, "--data", data)
-    said = refused(mst, tmp_path, *words, "--tp", 4)
+    said = refused(here, tmp_path, *words, "--tp", 4)
     assert "--tp 4 does not divide 2 key-value heads" in said
     assert "--tp of 1, 2" in said
-    assert "--pp 3 does not divide 4 layers" in refused(mst, tmp_path, *words, "--pp", 3)
-    assert "--pp 8 needs as many layers" in refused(mst, tmp_path, *words, "--pp", 8)
-    assert "is beyond the model's 256 positions" in refused(mst, tmp_path, *words, "--seq-length", 512, code=2)
-    assert "--warmpu: no such flag; did you mean --warmup?" in refused(mst, tmp_path, *words, "--warmpu", 1, code=2)
+    assert "--pp 3 does not divide 4 layers" in refused(here, tmp_path, *words, "--pp", 3)
+    assert "--pp 8 needs as many layers" in refused(here, tmp_path, *words, "--pp", 8)
+    assert "is beyond the model's 256 positions" in refused(here, tmp_path, *words, "--seq-length", 512, code=2)
+    assert "--warmpu: no such flag; did you mean --warmup?" in refused(here, tmp_path, *words, "--warmpu", 1, code=2)
 
 
-def test_all_bad_rows_are_named(mst: Mst, tmp_path: Path, tiny_hf: Callable[..., Path]) -> None:
+def test_all_bad_rows_are_named(here: Mst, tmp_path: Path, tiny_hf: Callable[..., Path]) -> None:
     bad: list[Any] = [
         row(),
         {"messages": [{"role": "human", "content": "x"}]},
@@ -97,7 +124,7 @@ def test_all_bad_rows_are_named(mst: Mst, tmp_path: Path, tiny_hf: Callable[...,
     ]
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in bad) + "{broken\n")
-    said = refused(mst, tmp_path, "--model", tiny_hf("llama"), "--data", path)
+    said = refused(here, tmp_path, "--model", tiny_hf("llama"), "--data", path)
     assert "7 of 8 rows cannot be used" in said
     for text in (
         "bad.jsonl:2: messages[0] has the role 'human'",
@@ -110,7 +137,7 @@ def test_all_bad_rows_are_named(mst: Mst, tmp_path: Path, tiny_hf: Callable[...,
         "bad.jsonl:8: is not JSON",
     ):
         assert text in said
-    done = mst(
+    done = here(
         "mst-train", "--model", tiny_hf("llama"), "--data", path, "--bad-rows", "skip", "--out", tmp_path / "out",
         "--json", "--precision", "fp32",
     )  # fmt: skip
@@ -122,15 +149,15 @@ def test_all_bad_rows_are_named(mst: Mst, tmp_path: Path, tiny_hf: Callable[...,
     only_bad.write_text(json.dumps(bad[1]) + "\n")
     words = ("--model", tiny_hf("llama"), "--data", only_bad, "--bad-rows", "skip")
     shutil.rmtree(tmp_path / "out")
-    assert "none of 1 rows can be used" in refused(mst, tmp_path, *words)
+    assert "none of 1 rows can be used" in refused(here, tmp_path, *words)
 
 
-def test_nothing_left_to_learn_after_truncation(mst: Mst, tmp_path: Path, tiny_hf: Callable[..., Path]) -> None:
+def test_nothing_left_to_learn_after_truncation(here: Mst, tmp_path: Path, tiny_hf: Callable[..., Path]) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(row("long " * 40)) + "\n")
     words = ("--model", tiny_hf("llama"), "--data", path, "--seq-length", 32)
-    assert "tokens, --seq-length is 32" in refused(mst, tmp_path, *words)
-    assert "nothing left to learn in its first 32 tokens" in refused(mst, tmp_path, *words, "--truncate", "right")
+    assert "tokens, --seq-length is 32" in refused(here, tmp_path, *words)
+    assert "nothing left to learn in its first 32 tokens" in refused(here, tmp_path, *words, "--truncate", "right")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +170,10 @@ def test_nothing_left_to_learn_after_truncation(mst: Mst, tmp_path: Path, tiny_h
         ({"chosen": "b", "rejected": "c"}, "has no prompt"),
     ],
 )
-def test_bad_pairs(mst: Mst, tmp_path: Path, tiny_hf: Callable[..., Path], pair: dict[str, Any], says: str) -> None:
+def test_bad_pairs(here: Mst, tmp_path: Path, tiny_hf: Callable[..., Path], pair: dict[str, Any], says: str) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(pair) + "\n")
-    assert says in refused(mst, tmp_path, "--model", tiny_hf("llama"), "--data", path, tool="mst-align")
+    assert says in refused(here, tmp_path, "--model", tiny_hf("llama"), "--data", path, tool="mst-align")
 
 
 def test_a_rank_that_dies_or_diverges_leaves_nothing(mst: Mst, tmp_path: Path, data: Path, megatron: Path) -> None:

@@ -42,13 +42,13 @@ def _hugging_face(name: str, repository: str, revision: str | None) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise MissingPackage("hf:// needs huggingface_hub", hint="pip install 'mst-tools-core[hub]'") from error
-    import httpx
+    import httpx2
 
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(WANTED)))
     except (HFValidationError, HfHubHTTPError) as error:
         raise InputError(_first_line(error), where=name, hint="check the name, the revision and HF_TOKEN") from error
-    except (LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         raise InputError(
             "the Hugging Face Hub cannot be reached and the model is not in the local cache",
             where=name,
