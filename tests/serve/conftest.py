@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -33,7 +33,7 @@ class Running:
         return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
     def health(self) -> dict[str, Any]:
-        body: dict[str, Any] = httpx.get(self.url.removesuffix("/v1") + "/health", timeout=30).json()
+        body: dict[str, Any] = httpx2.get(self.url.removesuffix("/v1") + "/health", timeout=30).json()
         return body
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 20) -> dict[str, Any]:

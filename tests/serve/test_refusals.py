@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,12 +17,12 @@ from .conftest import CONTEXT, Running
 USER = [{"role": "user", "content": "hi"}]
 
 
-def post(server: Running, path: str, body: Any) -> httpx.Response:
+def post(server: Running, path: str, body: Any) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, headers={"content-type": "application/json"}, timeout=60)
+    return httpx2.post(server.url + path, content=content, headers={"content-type": "application/json"}, timeout=60)
 
 
-def check_error(answer: httpx.Response, status: int) -> dict[str, Any]:
+def check_error(answer: httpx2.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert body.keys() == {"error"}
@@ -151,11 +151,11 @@ def test_unknown_model_and_routes(server: Running) -> None:
     assert error["code"] == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("gpt-4")
-    check_error(httpx.get(server.url + "/models/a/b"), 404)
-    check_error(httpx.get(server.url + "/nothing"), 404)
-    check_error(httpx.get(server.url + "/chat/completions"), 405)
-    check_error(httpx.post(server.url + "/models"), 405)
-    check_error(httpx.get(server.url.removesuffix("v1") + "docs"), 404)
+    check_error(httpx2.get(server.url + "/models/a/b"), 404)
+    check_error(httpx2.get(server.url + "/nothing"), 404)
+    check_error(httpx2.get(server.url + "/chat/completions"), 405)
+    check_error(httpx2.post(server.url + "/models"), 405)
+    check_error(httpx2.get(server.url.removesuffix("v1") + "docs"), 404)
 
 
 def test_context_can_be_filled_exactly(server: Running) -> None:
