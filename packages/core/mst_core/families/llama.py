@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mst_core.families.rules import Config, Dims, Family, Rule, Where
+from mst_core.families.rules import Config, Family, Reading, Rule, Where
 from mst_core.families.translate import dense_dims, megatron_groups, refuse_flags, tie_fact
 
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight [v,h]",))
@@ -42,9 +42,9 @@ LAYER = (
 )
 
 
-def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
+def _read(config: Config, where: Where) -> Reading:
     refuse_flags(config, where, "attention_bias", "mlp_bias")
-    return dense_dims(config, where), frozenset({tie_fact(config)})
+    return Reading(dense_dims(config, where), frozenset({tie_fact(config)}))
 
 
 def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:

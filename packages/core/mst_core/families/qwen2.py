@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mst_core.families.llama import LLAMA
-from mst_core.families.rules import Config, Dims, Family, Rule, Where
+from mst_core.families.rules import Config, Family, Reading, Rule, Where
 from mst_core.families.translate import dense_dims, megatron_groups, tie_fact
 
 QKV_BIAS = Rule(
@@ -36,8 +36,8 @@ def with_layer_types(config: Config) -> Config:
     return {**config, "layer_types": kinds}
 
 
-def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
-    return dense_dims(config, where), frozenset({tie_fact(config), "qkv_bias"})
+def _read(config: Config, where: Where) -> Reading:
+    return Reading(dense_dims(config, where), frozenset({tie_fact(config), "qkv_bias"}))
 
 
 def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mst_core.families.llama import LLAMA
 from mst_core.families.qwen2 import qwen_window, with_layer_types
-from mst_core.families.rules import Config, Dims, Family, Rule, Where
+from mst_core.families.rules import Config, Family, Reading, Rule, Where
 from mst_core.families.translate import dense_dims, megatron_groups, refuse_flags, tie_fact
 
 QK_NORM = (
@@ -20,9 +20,9 @@ def _with_head_dim(config: Config) -> Config:
     return config if config.get("head_dim") is not None else {**config, "head_dim": 128}
 
 
-def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
+def _read(config: Config, where: Where) -> Reading:
     refuse_flags(config, where, "attention_bias")
-    return dense_dims(_with_head_dim(config), where), frozenset({tie_fact(config)})
+    return Reading(dense_dims(_with_head_dim(config), where), frozenset({tie_fact(config)}))
 
 
 def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
