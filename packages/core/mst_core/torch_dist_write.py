@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mst_core import torch_pickle
+from mst_core import archive, torch_pickle
 from mst_core.errors import InputError
 from mst_core.tensors import dtype_name, raw
 from mst_core.torch_pickle import Call, Instance
@@ -70,7 +70,8 @@ class TorchDistWriter:
         known[2].append((offsets, shape))
         if layer is not None:
             self._layers = layer[1]
-        length = torch_pickle.write_archive(self._file, torch_pickle.pickled_tensor(dtype, shape), raw(tensor))
+        entries = archive.tensor_entries(torch_pickle.pickled_tensor(dtype, shape), [archive.whole(key, dtype, shape)])
+        length = archive.write(self._file, entries, raw(tensor))
         self._append(key, offsets, length)
 
     def _append(self, key: str, offsets: tuple[int, ...] | None, length: int) -> None:
@@ -80,7 +81,8 @@ class TorchDistWriter:
     def _put_object(self, key: str, value: Any) -> None:
         # megatron-core keeps every object in a list of one.
         self._objects.append(key)
-        self._append(key, None, torch_pickle.write_archive(self._file, torch_pickle.dumps([value])))
+        entries = archive.object_entries(torch_pickle.dumps([value]))
+        self._append(key, None, archive.write(self._file, entries))
 
     def finish(self, common_state: Mapping[str, Any]) -> None:
         """Write objects, ``.metadata`` and ``metadata.json``. InputError if a stacked key lacks layers."""

@@ -3,7 +3,7 @@
 Reading: every global becomes a stub that only remembers its name and its arguments; a name outside the allow-list
 is refused. Writing: a small emitter, because the bytes of pickle and of torch.save change between versions and with
 object identity, and a checkpoint's id must not. A ``torch.save`` archive is a zip of uncompressed entries; a tensor's
-data is the entry ``archive/data/0`` (MEGATRON.md, "torch_dist on disk").
+data is the entry ``archive/data/0`` (MEGATRON.md, "torch_dist on disk"); mst_core.archive writes them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import io
 import pickle
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mst_core.errors import InputError
-from mst_core.tensors import DTYPE_NAMES, TORCH_NAMES, write_slices
-
-ALIGNMENT = 64
-"""Where a tensor's data starts in its archive, as torch.save does it (for mmap)."""
+from mst_core.tensors import DTYPE_NAMES, TORCH_NAMES
 
 STORAGES = {
     "F64": "DoubleStorage",
@@ -339,54 +335,3 @@ def pickled_tensor(dtype: str, shape: Sequence[int]) -> bytes:
 def torch_dtype_global(dtype: str) -> Global:
     """``torch.bfloat16`` for "BF16"."""
     return Global(f"torch.{TORCH_NAMES[dtype]}")
-
-
-class _Sink(Protocol):
-    def write(self, data: Any, /) -> Any: ...
-
-
-def write_archive(file: _Sink, pickled: bytes, data: memoryview | None = None) -> int:
-    """Write a ``torch.save`` archive of ``pickled`` and its one storage; returns its length in bytes."""
-    entries: list[tuple[str, bytes | memoryview]] = [("data.pkl", pickled), ("byteorder", b"little")]
-    if data is not None:
-        entries.append(("data/0", data))
-    entries.append(("version", b"3\n"))
-    position, directory = 0, bytearray()
-    for name, content in entries:
-        path = f"archive/{name}".encode()
-        crc, size = zlib.crc32(content), len(content)
-        # Over 4 GiB the sizes move to a zip64 field, of which a reader finds the bytes in both headers.
-        zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= 0xFFFFFFFF else b""
-        short = 0xFFFFFFFF if zip64 else size
-        padding = b""
-        if name.startswith("data/"):
-            gap = -(position + 30 + len(path) + len(zip64) + 4) % ALIGNMENT
-            padding = struct.pack("<HH", 0x4246, gap) + b"Z" * gap
-        fixed = struct.pack("<HHHHHIII", 45 if zip64 else 20, 0, 0, 0, 0x21, crc, short, short)
-        local = b"PK\x03\x04" + fixed + struct.pack("<HH", len(path), len(zip64) + len(padding)) + path
-        file.write(local + zip64 + padding)
-        write_slices(file, memoryview(content))
-        directory += _directory_entry(fixed, path, zip64, size, position)
-        position += len(local) + len(zip64) + len(padding) + size
-    tail = bytes(directory) + _end(len(entries), len(directory), position)
-    file.write(tail)
-    return position + len(tail)
-
-
-def _directory_entry(fixed: bytes, path: bytes, zip64: bytes, size: int, offset: int) -> bytes:
-    extra, short = zip64, offset
-    if offset >= 0xFFFFFFFF:
-        sizes = struct.pack("<QQ", size, size) if zip64 else b""
-        extra, short = struct.pack("<HH", 1, len(sizes) + 8) + sizes + struct.pack("<Q", offset), 0xFFFFFFFF
-    rest = struct.pack("<HHHHHII", len(path), len(extra), 0, 0, 0, 0, short)
-    return b"PK\x01\x02" + struct.pack("<H", 45) + fixed + rest + path + extra
-
-
-def _end(count: int, size: int, offset: int) -> bytes:
-    """The end of a zip: a zip64 record and its locator first, where the directory starts beyond 4 GiB."""
-    big = b""
-    if offset >= 0xFFFFFFFF:
-        big = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, offset)
-        big += b"PK\x06\x07" + struct.pack("<IQI", 0, offset + size, 1)
-    short = min(offset, 0xFFFFFFFF)
-    return big + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, count, count, size, short, 0)
