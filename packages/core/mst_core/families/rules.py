@@ -1,9 +1,10 @@
 """What a family is: rows (Rule), sizes (Dims), facts, and the tasks that follow from them.
 
 A rule names one native (Megatron) tensor and the Hugging Face tensors it is made of, with their shapes in symbols:
-v vocabulary, h hidden, f ffn, d head, q = heads*d, k = groups*d, or a name of ``Dims.more``. In names ``{i}`` is the
-decoder layer, ``{e}`` the expert, ``{m}`` the multi-token-prediction layer and ``{n}`` its Hugging Face number
-(layers + m). ``when`` is one fact of the model or of that layer; a rule without it always applies.
+v vocabulary, h hidden, f ffn, 2f, d head, q = heads*d, k = groups*d, qkv = q + 2k, or a name of ``Dims.more``. In
+names ``{i}`` is the decoder layer, ``{e}`` the expert, ``{m}`` the multi-token-prediction layer and ``{n}`` its Hugging
+Face number (layers + m). ``when`` is a fact of the model or of that layer, or several joined by " and "; a rule without
+it always applies.
 
 Native names are those of torch_dist with TransformerEngine's spec; what other specs and formats call the same tensor is
 in mst_core.megatron_names. The tensors of all experts of a layer are one native tensor with a leading expert axis.
@@ -33,7 +34,7 @@ EXPERT = ".{e}"
 
 @dataclass(frozen=True)
 class Rule:
-    """``native`` is made of ``hf`` ("name [shape]") by ``op`` (of ops.OPS), if model or layer has the fact ``when``.
+    """``native`` is made of ``hf`` ("name [shape]") by ``op`` (of ops.OPS), if model or layer has the facts ``when``.
 
     transposed   the last two axes of the Hugging Face tensors are swapped: [.., in, out]
     """
@@ -68,9 +69,11 @@ class Dims:
             "v": self.vocab,
             "h": self.hidden,
             "f": self.ffn,
+            "2f": 2 * self.ffn,
             "d": self.head_dim,
             "q": self.heads * self.head_dim,
             "k": self.groups * self.head_dim,
+            "qkv": (self.heads + 2 * self.groups) * self.head_dim,
         }
         return fixed[symbol] if symbol in fixed else self.more[symbol]
 
@@ -161,9 +164,9 @@ class Model:
         return len(set(self.layer_facts)) < 2
 
     def applies(self, rule: Rule, layer: int | None = None) -> bool:
-        """Whether the model (or its layer) has the fact that ``rule`` asks for."""
+        """Whether the model (or its layer) has the facts that ``rule`` asks for."""
         mine = self.layer_facts[layer] if layer is not None and self.layer_facts else frozenset()
-        return rule.when is None or rule.when in self.facts or rule.when in mine
+        return rule.when is None or all(fact in self.facts or fact in mine for fact in rule.when.split(" and "))
 
     def hf_tensors(self) -> list[TensorSpec]:
         """Every tensor that the Hugging Face directory must hold (a tied lm_head is not one)."""
@@ -175,13 +178,16 @@ class Model:
 
     def duplicates(self) -> dict[str, str]:
         """Tensors that a directory may hold beside their original, by name: {copy: original}."""
-        copies = {"lm_head.weight": "model.embed_tokens.weight"} if self.tied else {}
-        head = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
+        found = tasks(self)
+        # Vision-language models have a prefix of their own, on both sides.
+        embedding = next((t.hf[0].name for t in found if t.key.endswith("embedding.word_embeddings.weight")), "")
+        copies = {"lm_head.weight": embedding} if self.tied else {}
+        head = embedding if self.tied else "lm_head.weight"
         for m in range(self.dims.more.get("mtp", 0)):
             layer = f"model.layers.{self.dims.layers + m}"
-            copies[f"{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+            copies[f"{layer}.embed_tokens.weight"] = embedding
             copies[f"{layer}.shared_head.head.weight"] = head
-        names = {spec.name for spec in self.hf_tensors()}
+        names = {spec.name for task in found for spec in task.hf}
         return {copy: original for copy, original in copies.items() if original in names and copy not in names}
 
     def info(self, dtype: str | None = None) -> ModelInfo:
@@ -204,8 +210,11 @@ class Family:
 
     ignored   Hugging Face tensors of old checkpoints that hold no parameters (computed buffers), with ``{i}``:
               accounted for by name, not converted
-    dialects  facts that names decide where config.json does not: {fact: a tensor whose presence means it}. The first
-              is taken where the names are not known
+    dialects  facts that names decide where config.json does not: {fact, or facts joined by " and ": a tensor whose
+              presence means it, with ``{i}`` for any layer and ``{n}`` for the number after the last}. The first whose
+              tensor is there counts; the very first where the names are not known
+    carried   prefixes of Hugging Face tensors that no rule maps and that pass as they are, with their native prefix;
+              where dialects differ in it, one pair a dialect, in the dialects' order
     """
 
     name: str
@@ -216,6 +225,7 @@ class Family:
     translate: Callable[[Config, Where], dict[str, dict[str, Any]]]
     ignored: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
     dialects: Mapping[str, str] = field(default_factory=dict)
+    carried: tuple[tuple[str, str], ...] = ()
 
     def model(
         self, config: Config, where: Where = "config.json", *, names: Collection[str] = (), dialect: str | None = None
@@ -228,13 +238,21 @@ class Family:
         dims, facts, layers = self.read(config, where)
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         if self.dialects:
-            probe = (fact for fact, name in self.dialects.items() if name in names)
-            facts = facts | {dialect or next(probe, next(iter(self.dialects)))}
+            there = frozenset(names)
+            probe = (spoken for spoken, name in self.dialects.items() if there & _each_layer(name, dims.layers))
+            facts = facts.union((dialect or next(probe, next(iter(self.dialects)))).split(" and "))
         return Model(self, dims, facts, str(dtype), layers)
 
     def megatron(self, config: Config, where: Where = "config.json") -> dict[str, dict[str, Any]]:
         """Megatron's settings, in groups (see families/translate.py). InputError where Megatron has no equivalent."""
         return self.translate(config, where)
+
+    def carried_native(self, name: str) -> str | None:
+        """The native name of a Hugging Face tensor that is carried as it is; None if it is not one."""
+        for hf, native in self.carried:
+            if name.startswith(hf):
+                return native + name.removeprefix(hf)
+        return None
 
     def is_ignored(self, name: str, dims: Dims) -> bool:
         return any(name in _each_layer(pattern, dims.layers) for pattern in self.ignored)
@@ -242,7 +260,7 @@ class Family:
 
 @lru_cache(maxsize=64)
 def _each_layer(pattern: str, layers: int) -> frozenset[str]:
-    return frozenset(pattern.format(i=i) for i in range(layers))
+    return frozenset(pattern.format(i=i, n=layers) for i in range(layers))
 
 
 def padded_vocab(vocab: int, divisor: int) -> int:
