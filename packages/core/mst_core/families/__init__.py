@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from mst_core.errors import InputError
-from mst_core.families.llama import LLAMA
+from mst_core.families.baichuan import BAICHUAN, BAICHUAN1
+from mst_core.families.gemma import GEMMA2, GEMMA3
+from mst_core.families.glm import GLM, GLM4
+from mst_core.families.internlm import INTERNLM2, INTERNLM3
+from mst_core.families.llama import LLAMA, YI
 from mst_core.families.mistral import MISTRAL
 from mst_core.families.ops import Region, pack_rows, unpack_rows
+from mst_core.families.phi import PHI3
 from mst_core.families.qwen2 import QWEN2
 from mst_core.families.qwen3 import QWEN3
 from mst_core.families.rules import (
@@ -24,7 +29,22 @@ from mst_core.families.rules import (
     unpack,
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    YI,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    INTERNLM2,
+    INTERNLM3,
+    BAICHUAN,
+    BAICHUAN1,
+    PHI3,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+)
 
 __all__ = [
     "FAMILIES",
