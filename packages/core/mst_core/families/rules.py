@@ -1,10 +1,10 @@
 """What a family is: rows (Rule), sizes (Dims), facts, and the tasks that follow from them.
 
 A rule names one native (Megatron) tensor and the Hugging Face tensors it is made of, with their shapes in symbols:
-v vocabulary, h hidden, f ffn, 2f, d head, q = heads*d, k = groups*d, qkv = q + 2k, or a name of ``Dims.more``. In
-names ``{i}`` is the decoder layer, ``{e}`` the expert, ``{m}`` the multi-token-prediction layer and ``{n}`` its Hugging
-Face number (layers + m). ``when`` is a fact of the model or of that layer, or several joined by " and "; a rule without
-it always applies.
+v vocabulary, h hidden, f ffn, 2f twice that, d head, q = heads*d, k = groups*d, qkv = q + 2k, or a name of
+``Dims.more``. In names ``{i}`` is the decoder layer, ``{e}`` the expert, ``{m}`` the multi-token-prediction layer and
+``{n}`` its Hugging Face number (layers + m). ``when`` is a fact of the model or of that layer, or several joined by
+" and "; a rule without it always applies.
 
 Native names are those of torch_dist with TransformerEngine's spec; what other specs and formats call the same tensor is
 in mst_core.megatron_names. The tensors of all experts of a layer are one native tensor with a leading expert axis.
@@ -12,14 +12,13 @@ in mst_core.megatron_names. The tensors of all experts of a layer are one native
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mst_core.errors import InputError
 from mst_core.families.ops import OPS, Region, check_regions, pack_rows, unpack_rows
 
 if TYPE_CHECKING:
@@ -64,12 +63,13 @@ class Dims:
     more: Mapping[str, int] = field(default_factory=dict)
 
     def size(self, symbol: str) -> int:
-        """The number behind a symbol of a rule's shape."""
+        """The number behind a symbol of a rule's shape; a digit before it is a factor (2f), alone it is itself."""
+        if symbol[0].isdigit():
+            return int(symbol[0]) * (self.size(symbol[1:]) if symbol[1:] else 1)
         fixed = {
             "v": self.vocab,
             "h": self.hidden,
             "f": self.ffn,
-            "2f": 2 * self.ffn,
             "d": self.head_dim,
             "q": self.heads * self.head_dim,
             "k": self.groups * self.head_dim,
