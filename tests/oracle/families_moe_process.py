@@ -64,8 +64,16 @@ def config_of(settings: dict[str, dict[str, Any]]) -> Any:
     return config
 
 
-def latent_attention() -> type:
-    """mst's core attention, with values of another size than keys (megatron-core's local one takes no k_channels)."""
+def latent_attention() -> tuple[type, type]:
+    """Two parts of MLA that the local spec lacks on a CPU, or megatron-core 0.19.2 at all.
+
+    The first is mst's core attention with values of another size than keys (the local one takes no k_channels); the
+    second MLASelfAttention that projects queries as they are where they are not compressed (megatron-core would put a
+    norm into linear_q_proj).
+    """
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
     from mst_core.engine.megatron.attention import Attention
 
     class LatentAttention(Attention):
@@ -75,21 +83,42 @@ def latent_attention() -> type:
             out = super().forward(query, key, wide, None).reshape(length, batch, heads, size)
             return out[..., : value.shape[-1]].reshape(length, batch, -1)
 
-    return LatentAttention
+    class WholeQueries(MLASelfAttention):
+        def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+            return {
+                "linear_q_proj": ColumnParallelLinear,
+                "linear_q_up_proj": None,
+                "linear_kv_up_proj": ColumnParallelLinear,
+                "q_layernorm": None,
+                "kv_layernorm": submodules.kv_layernorm,
+            }
+
+    return LatentAttention, WholeQueries
 
 
-def build(settings: dict[str, dict[str, Any]]) -> Any:
+def build(settings: dict[str, dict[str, Any]], mtp: bool = False) -> Any:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     config = config_of(settings)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if "mla" in settings:
-        attention = latent_attention()
+        attention, whole_queries = latent_attention()
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = attention
-    model = GPTModel(config=config, transformer_layer_spec=block, **settings["gpt"], parallel_output=False)
+            if config.q_lora_rank is None:
+                layer.submodules.self_attention.module = whole_queries
+    more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)} if mtp else {}
+    model = GPTModel(config=config, transformer_layer_spec=block, **settings["gpt"], **more, parallel_output=False)
     return model.eval()
+
+
+def settings_of(family: families.Family, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The family's settings; without compressed queries, which it refuses, those of the same model with them."""
+    if config.get("kv_lora_rank") and config["q_lora_rank"] is None:
+        settings = family.megatron({**config, "q_lora_rank": 24})
+        return {**settings, "mla": {**settings["mla"], "q_lora_rank": None}}
+    return family.megatron(config)
 
 
 def run_case(directory: Path) -> dict[str, Any]:
@@ -97,7 +126,7 @@ def run_case(directory: Path) -> dict[str, Any]:
     family = families.family_for(config)
     hf = load_file(directory / "model.safetensors")
     known = family.model(config, names=hf)
-    made = build(family.megatron(config))
+    made = build(settings_of(family, config))
     state: dict[str, torch.Tensor] = {}
     for task in families.tasks(known):
         state.update(local_state(task.native, families.pack(task, [hf[spec.name] for spec in task.hf])))
@@ -123,7 +152,22 @@ def run_case(directory: Path) -> dict[str, Any]:
     mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
         logits = made(tokens, positions, mask)
-    return {**found, "difference": (logits - saved["logits"]).abs().max().item()}
+    spread = saved["logits"].std().item()
+    return {**found, "difference": (logits - saved["logits"]).abs().max().item(), "spread": spread}
+
+
+def mtp_tensors(directory: Path) -> dict[str, Any]:
+    """Names and shapes of the multi-token-prediction layers: by the family's rows, and in megatron-core."""
+    config = tensors.config(directory)
+    family = families.family_for(config)
+    settings = family.megatron(config)
+    made = build({**settings, "transformer": {**settings["transformer"], "mtp_num_layers": 2}}, mtp=True)
+    built = {name: list(t.shape) for name, t in made.state_dict().items() if "_extra_state" not in name}
+    rows: dict[str, list[int]] = {}
+    for task in families.tasks(family.model({**config, "num_nextn_predict_layers": 2})):
+        name = task.native.replace(".transformer_layer.", ".mtp_model_layer.")  # as torch_dist and as the state dict
+        rows |= {name: list(t.shape) for name, t in local_state(name, torch.empty(task.shape)).items()}
+    return {"built": built, "rows": rows}
 
 
 def main() -> None:
@@ -131,6 +175,7 @@ def main() -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
     groups.start(1, 1, seed=0)
     found = {name: run_case(Path(directory)) for name, directory in plan["cases"].items()}
+    found |= {f"{name}, mtp": mtp_tensors(Path(directory)) for name, directory in plan["mtp"].items()}
     Path(plan["out"], "found.json").write_text(json.dumps(found))
     groups.stop()
 

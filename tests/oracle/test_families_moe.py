@@ -53,6 +53,7 @@ BUILT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {**QWEN3, "norm_topk_prob": True}),
     "qwen3-moe, mixed": ("qwen3_moe", {**QWEN3, "norm_topk_prob": False, "mlp_only_layers": [2]}),
     "deepseek-v2-lite": ("deepseek_v2", {**MLA, "q_lora_rank": None, "routed_scaling_factor": 1.5}),
+    "moonlight": ("deepseek_v3", {**MLA, "q_lora_rank": None}),
     "deepseek-v2, yarn": (
         "deepseek_v2",
         {**MLA, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
@@ -70,7 +71,10 @@ BUILT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, plain rope": (
         "gpt_oss",
         {
-            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "swiglu_limit": 0.5},
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "swiglu_limit": 0.5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
         },
     ),
@@ -90,6 +94,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "swiglu_alpha",
     ),
 }
+# Rows proved by logits, with a repaired module; megatron-core as it is cannot, so the settings are refused.
+NOT_STOCK = {"deepseek-v2-lite": "q_lora_rank", "moonlight": "q_lora_rank"}
+MTP = ("deepseek-v3", "glm4-moe")
 CASES = {**BUILT, **{name: case[:2] for name, case in REFUSED.items()}}
 
 
@@ -114,6 +121,8 @@ def make(directory: Path, model_type: str, dims: dict[str, Any]) -> None:
         tokens = torch.randint(0, dims["vocab_size"], (2, 24))
         logits = model(input_ids=tokens).logits.contiguous()
     model.save_pretrained(directory)
+    memory = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(memory, directory / "memory.safetensors")
     save_file({"tokens": tokens, "logits": logits}, directory / "logits.safetensors")
 
 
@@ -128,7 +137,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ran(saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("found")
-    plan = {"out": str(where), "cases": {name: str(saved[name]) for name in BUILT}}
+    plan = {
+        "out": str(where),
+        "cases": {name: str(saved[name]) for name in BUILT},
+        "mtp": {name: str(saved[name]) for name in MTP},
+    }
     (where / "cases.json").write_text(json.dumps(plan))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -172,16 +185,43 @@ def test_packing_and_unpacking_gives_the_same_bits(saved: dict[str, Path], name:
     assert len({task.native for task in found}) == len(found)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_names_that_transformers_has_in_memory_give_the_same_native_tensors(saved: dict[str, Path], name: str) -> None:
+    """The other dialect: experts stacked, language models nested."""
+    file, memory = load_file(saved[name] / "model.safetensors"), load_file(saved[name] / "memory.safetensors")
+    config = tensors.config(saved[name])
+    model = family_for(config).model(config, names=memory)
+    there = {key for key in memory.keys() - model.duplicates().keys() if not model.family.carried_native(key)}
+    assert there == {spec.name for spec in model.hf_tensors()}
+    for one, other in zip(tasks(known(saved[name])), tasks(model), strict=True):
+        assert one.native == other.native
+        packed = [
+            pack(task, [source[spec.name] for spec in task.hf]) for task, source in ((one, file), (other, memory))
+        ]
+        assert torch.equal(packed[0], packed[1])
+
+
 @pytest.mark.parametrize("name", BUILT)
 def test_logits_of_megatron_core_equal_those_of_transformers(ran: dict[str, Any], name: str) -> None:
     found = ran[name]
     assert found["missing"] == found["unexpected"] == found["shapes"] == []
     assert found["difference"] <= 1e-5
+    assert found["spread"] > 0.3
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", MTP)
+def test_multi_token_prediction_layers_are_named_as_megatron_core_names_them(ran: dict[str, Any], name: str) -> None:
+    found = ran[f"{name}, mtp"]
+    assert found["rows"] == found["built"]
+    assert sum(key.startswith("mtp.layers.1.") for key in found["rows"]) > 15
+
+
+WORDS = {**NOT_STOCK, **{name: case[2] for name, case in REFUSED.items()}}
+
+
+@pytest.mark.parametrize("name", WORDS)
 def test_what_megatron_core_cannot_express_is_refused_with_the_reason(saved: dict[str, Path], name: str) -> None:
     config = tensors.config(saved[name])
-    with pytest.raises(InputError, match=REFUSED[name][2]) as raised:
+    with pytest.raises(InputError, match=WORDS[name]) as raised:
         family_for(config).megatron(config)
     assert "--engine plain" in str(raised.value.hint)

@@ -132,6 +132,11 @@ def mla_groups(config: Config, where: Where, dims: Dims, **fields: Any) -> Group
     """The groups of a family with multi-latent attention. Its rope turns interleaved pairs, in Megatron too."""
     if config.get("rope_interleave", True) is False:
         raise not_in_megatron("rope_interleave = false", where)
+    if "q_lora" not in dims.more:
+        # mla_qk_norm_config.py of 0.19.2 fuses a norm into linear_q_proj (Megatron-Bridge issue 5261).
+        raise not_in_megatron(
+            "q_lora_rank = null, to which megatron-core adds a norm that the model does not have,", where
+        )
     rope = rope_of(config)
     plain = without_rope(config, rope)
     groups = megatron_groups(
@@ -143,7 +148,7 @@ def mla_groups(config: Config, where: Where, dims: Dims, **fields: Any) -> Group
         **fields,
     )
     groups["mla"] = {
-        "q_lora_rank": dims.more.get("q_lora"),
+        "q_lora_rank": dims.more["q_lora"],
         "kv_lora_rank": dims.more["kv_lora"],
         "qk_head_dim": dims.more["qk_nope"],
         "qk_pos_emb_head_dim": dims.more["qk_rope"],
