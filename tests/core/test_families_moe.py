@@ -50,11 +50,7 @@ def groups(architecture: str, **more: Any) -> dict[str, dict[str, Any]]:
     return family_for(made).megatron(made)
 
 
-DIALECTS = [
-    (name, dialect)
-    for name in MORE
-    for dialect in family_for({"architectures": [name]}).dialects or [None]  # type: ignore[list-item]
-]
+DIALECTS = [(name, dialect) for name in MORE for dialect in family_for({"architectures": [name]}).dialects or [None]]
 
 
 @pytest.mark.parametrize(("architecture", "dialect"), DIALECTS)
@@ -72,7 +68,7 @@ def test_every_element_is_packed_once_and_comes_back(architecture: str, dialect:
         native = pack(task, sources)
         assert native.shape == task.shape
         assert native.count_nonzero() == count
-        assert native.unique().numel() == count + (1 if task.padding else 0)
+        assert len(set(native.flatten().tolist())) == count + (1 if task.padding else 0)
         assert all(torch.equal(a, b) for a, b in zip(sources, unpack(task, native), strict=True))
     assert len(seen) == len(set(seen))
     assert ("lm_head.weight" in seen) is not tied
@@ -86,7 +82,7 @@ def test_all_dialects_have_the_same_native_tensors(architecture: str) -> None:
     family = family_for({"architectures": [architecture]})
     shapes = [
         {task.native: task.shape for task in tasks(model(architecture, dialect=dialect)) if "mtp." not in task.native}
-        for dialect in family.dialects or [None]  # type: ignore[list-item]
+        for dialect in family.dialects or [None]
     ]
     assert all(shape == shapes[0] for shape in shapes)
 
