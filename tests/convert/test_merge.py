@@ -189,7 +189,7 @@ def test_parents_and_report(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> N
     }
     report = json.loads((tmp_path / "out" / "merge.json").read_text())
     assert report["model.layers.3.mlp.up_proj.weight"] == {
-        "rank": 4, "alpha": 8.0, "scale": 2.0, "changed": 96 * 64, "elements": 96 * 64,
+        "edits": [{"kind": "LoRA", "rank": 4, "alpha": 8.0, "scale": 2.0}], "changed": 96 * 64, "elements": 96 * 64,
     }  # fmt: skip
 
 
@@ -400,8 +400,8 @@ def test_the_command(tiny_hf: TinyHF, tmp_path: Path, adapter: Path, mst: Callab
     base = tiny_hf("llama")
     words = ["mst-merge", "--model", base, "--adapter", adapter, "--out", tmp_path / "out"]
     told = json.loads(mst(*words, "--dry-run", "--json").stdout)
-    assert (told["tensors"], len(told["modules"]), told["kinds"]["q_proj"], told["scales"]) == (39, 28, 4, [2.0])
-    assert told["trained_on"] == "unverified"
+    assert (told["tensors"], len(told["edited"]), told["kinds"]["q_proj"], told["scales"]) == (39, 28, 4, [2.0])
+    assert told["trained_on"] == ["unverified"]
     assert "28 of 39 tensors" in mst(*words, "--dry-run").stderr
     assert not (tmp_path / "out").exists()
     done = mst(*words, "--tokenizer", "base", "--to", "hf", "--max-shard-size", "200kB")
@@ -414,5 +414,5 @@ def test_the_command(tiny_hf: TinyHF, tmp_path: Path, adapter: Path, mst: Callab
 
 def test_the_golden_number(tmp_path: Path) -> None:
     """By hand: W = 1, A = [1, 2], B = [3], alpha 2, r 1: W + 2 * B A = [7, 13]."""
-    outcome = merging.merge(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]), 2.0)
+    outcome = merging.merge(torch.ones(1, 2), [merging.Term(torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]), 2.0)])
     assert outcome.tensor.tolist() == [[7.0, 13.0]]
