@@ -274,3 +274,45 @@ def test_what_megatron_cannot_express_is_refused(architecture: str, broken: dict
     model(architecture, **broken)
     with pytest.raises(InputError, match=word):
         groups(architecture, **broken)
+
+
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+SIZES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
+    "Mixtral-8x7B": (46702792704, "MixtralForCausalLM", (4096, 14336, 32, 32, 8, 32000), {"num_local_experts": 8}),
+    "Qwen1.5-MoE-A2.7B": (
+        14315784192, "Qwen2MoeForCausalLM", (2048, 5632, 24, 16, 16, 151936),
+        {"num_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+         "mlp_only_layers": []},
+    ),
+    "Qwen3-30B-A3B": (
+        30532122624, "Qwen3MoeForCausalLM", (2048, 6144, 48, 32, 4, 151936),
+        {"num_experts": 128, "moe_intermediate_size": 768, "head_dim": 128},
+    ),
+    "DeepSeek-V2-Lite": (
+        15706484224, "DeepseekV2ForCausalLM", (2048, 10944, 27, 16, 16, 102400),
+        {**LATENT, "n_routed_experts": 64, "moe_intermediate_size": 1408},
+    ),
+    "DeepSeek-V3": (
+        684489845504, "DeepseekV3ForCausalLM", (7168, 18432, 61, 128, 128, 129280),
+        {**LATENT, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "q_lora_rank": 1536,
+         "first_k_dense_replace": 3},
+    ),
+    "GLM-4.5-Air": (
+        110468824832, "Glm4MoeForCausalLM", (4096, 10944, 46, 96, 8, 151552),
+        {"n_routed_experts": 128, "n_shared_experts": 1, "moe_intermediate_size": 1408, "head_dim": 128,
+         "use_qk_norm": False},
+    ),
+    "gpt-oss-20b": (
+        20914757184, "GptOssForCausalLM", (2880, 2880, 24, 64, 8, 201088), {"num_local_experts": 32, "head_dim": 64},
+    ),
+}  # fmt: skip
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_public_models_have_as_many_parameters_as_their_cards_say(name: str) -> None:
+    """With the copies of embedding and head that the MTP layers of public files hold."""
+    count, architecture, sizes, more = SIZES[name]
+    made = model(architecture, **dict(zip((*KEYS, "vocab_size"), sizes, strict=True)), **more)
+    copies = len(made.duplicates()) * made.dims.vocab * made.dims.hidden
+    assert made.parameters + copies == count
