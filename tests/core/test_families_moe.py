@@ -313,6 +313,7 @@ KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 def test_public_models_have_as_many_parameters_as_their_cards_say(name: str) -> None:
     """With the copies of embedding and head that the MTP layers of public files hold."""
     count, architecture, sizes, more = SIZES[name]
-    made = model(architecture, **dict(zip((*KEYS, "vocab_size"), sizes, strict=True)), **more)
+    settings: dict[str, Any] = {**dict(zip((*KEYS, "vocab_size"), sizes, strict=True)), **more}
+    made = model(architecture, **settings)
     copies = len(made.duplicates()) * made.dims.vocab * made.dims.hidden
     assert made.parameters + copies == count
