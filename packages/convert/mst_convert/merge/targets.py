@@ -42,8 +42,13 @@ def _listed(names: str | list[str] | None, module: str) -> bool:
 
 
 def is_saved(config: Mapping[str, Any], name: str) -> bool:
-    """Is the tensor ``name`` of a module in ``modules_to_save``? PEFT matches ends of names, not whole parts."""
+    """Is the tensor ``name`` of a module in ``modules_to_save``? PEFT matches ends of names, not whole parts.
+
+    With ``ensure_weight_tying`` it saves a tied head beside an embedding that it was told to save.
+    """
     saved = tuple(config.get("modules_to_save") or ())
+    if config.get("ensure_weight_tying") and any(end.endswith("embed_tokens") for end in saved):
+        saved += ("lm_head",)
     parts = name.split(".")
     return bool(saved) and any(".".join(parts[:count]).endswith(saved) for count in range(1, len(parts)))
 
