@@ -19,20 +19,23 @@ from mst_core.tensors import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where an array's bytes begin: a file and an offset, or an archive whose data has yet to be found (torch_dist)."""
+class Place:
+    """Where an array's bytes begin: a file and an offset, or an archive whose data has yet to be found (torch_dist).
+
+    archive_bytes   not 0: at ``offset`` stands a ``torch.save`` archive of that length with one tensor of ``shape``
+    skip            bytes before the array, from ``offset`` or from the archive's data on
+    """
 
     file: Path
     offset: int
     archive_bytes: int = 0
-    """Not 0: at ``offset`` stands a ``torch.save`` archive of that length, which holds this one tensor."""
     skip: int = 0
-    """Bytes of the archive's data before the array."""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Array:
-    """A dense matrix of elements: in a file (``stored``), or one that is to be written (None).
+    """A dense matrix of elements: in a file (``place``), or one that is to be written (None).
 
     transposed   stored as [columns, rows]
     """
@@ -41,7 +44,7 @@ class Array:
     dtype: str
     rows: int
     columns: int
-    stored: Stored | None = field(default=None, compare=False)
+    place: Place | None = field(default=None, compare=False)
     transposed: bool = False
 
     @property

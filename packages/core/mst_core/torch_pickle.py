@@ -12,12 +12,15 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from mst_core.errors import InputError
-from mst_core.tensors import DTYPE_NAMES, TORCH_NAMES
+from mst_core.tensors import DTYPE_BYTES, DTYPE_NAMES, TORCH_NAMES
 
 STORAGES = {
     "F64": "DoubleStorage",
@@ -83,12 +86,14 @@ ALLOWED = (
     "torch.storage.",
     "torch.serialization._get_layout",
     "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_parameter",
     "megatron.core.",
     "argparse.Namespace",
     "signal.Signals",
     "pathlib.",
     "numpy.",
     "_codecs.encode",
+    "_io.BytesIO",
     "collections.OrderedDict",
 )
 
@@ -168,15 +173,62 @@ def tensor_data(read: Callable[[int, int], bytes], length: int, where: str) -> t
     return dtype, shape, start, stored[0].file_size
 
 
-def _layout(tensor: Any, where: str) -> tuple[str, tuple[int, ...]]:
+def open_archive(path: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The object of a ``torch.save`` file, tensors as stubs, and (offset, bytes) of each storage in the file."""
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            infos = {info.filename: info for info in archive.infolist()}
+            pickled = next((name for name in infos if name.endswith("/data.pkl")), None)
+            if pickled is None:
+                raise InputError("an archive holds no data.pkl", where=path)
+            tree = loads(archive.read(pickled), str(path))
+            storages = {}
+            for name, info in infos.items():
+                if "/data/" not in name:
+                    continue
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise InputError("a storage is compressed", where=path)
+                file.seek(info.header_offset)
+                name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+                start = info.header_offset + 30 + name_length + extra_length
+                if start + info.file_size > path.stat().st_size:
+                    raise InputError("is truncated", where=path)
+                storages[name.rpartition("/")[2]] = (start, info.file_size)
+    except zipfile.BadZipFile as error:
+        raise InputError(
+            f"is damaged, or was saved by torch before 1.6: {error}", where=path, hint="save it again with a newer torch"
+        ) from error
+    except (struct.error, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise InputError(f"is damaged: {error}", where=path) from error
+    return tree, storages
+
+
+def stored_tensor(value: Any, storages: Mapping[str, tuple[int, int]], where: str) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, offset in the file, bytes) of a tensor stub of ``open_archive``. InputError if it is not dense."""
+    if isinstance(value, Stub) and value.name.startswith("torch._utils._rebuild_parameter"):
+        value = value.args[0]
+    dtype, shape = _layout(value, where, within=True)
+    key, start = str(value.args[0].args[2]), int(value.args[1])
+    if key not in storages:
+        raise InputError("its storage is not in the file", where=where)
+    offset, size = storages[key]
+    skip, nbytes = start * DTYPE_BYTES[dtype], prod(shape) * DTYPE_BYTES[dtype]
+    if start < 0 or skip + nbytes > size:
+        raise InputError("it lies outside its storage", where=where)
+    return dtype, shape, offset + skip, nbytes
+
+
+def _layout(tensor: Any, where: str, *, within: bool = False) -> tuple[str, tuple[int, ...]]:
     if not isinstance(tensor, Stub) or not tensor.name.startswith("torch._utils._rebuild_tensor"):
         raise InputError("a chunk is not a tensor", where=where)
+    if len(tensor.args) < 4 or not isinstance(tensor.args[0], Stub) or len(tensor.args[0].args) < 3:
+        raise InputError("a tensor is not described as torch does it", where=where)
     storage, offset, shape, stride = tensor.args[:4]
     dense, step = True, 1
     for size, jump in zip(reversed(shape), reversed(stride), strict=True):
         dense, step = dense and (size == 1 or jump == step), step * size
-    if offset or not dense:
-        raise InputError("a chunk is not stored row by row", where=where)
+    if (offset and not within) or not dense:
+        raise InputError("a tensor is not stored row by row", where=where)
     kind = storage.args[1]
     name = kind if isinstance(kind, str) else str(kind.name).rsplit(".", 1)[-1]
     for dtype, storage_name in STORAGES.items():
@@ -321,15 +373,20 @@ def _emit_object(out: bytearray, value: Any) -> None:
         raise TypeError(f"no way to pickle a {type(value).__name__}")
 
 
-def pickled_tensor(dtype: str, shape: Sequence[int]) -> bytes:
-    """The data.pkl of one dense tensor."""
+def tensor_value(dtype: str, shape: Sequence[int], storage_key: str = "0") -> Call:
+    """A dense tensor that fills its storage, to be put into a value for ``dumps``."""
     strides, count = [], 1
     for size in reversed(shape):
         strides.append(count)
         count *= size
-    storage = Persistent(("storage", Global(f"torch.{STORAGES[dtype]}"), "0", "cpu", count))
+    storage = Persistent(("storage", Global(f"torch.{STORAGES[dtype]}"), storage_key, "cpu", count))
     args = (storage, 0, tuple(shape), tuple(reversed(strides)), False, Call("collections.OrderedDict", ()))
-    return dumps(Call("torch._utils._rebuild_tensor_v2", args))
+    return Call("torch._utils._rebuild_tensor_v2", args)
+
+
+def pickled_tensor(dtype: str, shape: Sequence[int]) -> bytes:
+    """The data.pkl of one dense tensor."""
+    return dumps(tensor_value(dtype, shape))
 
 
 def torch_dtype_global(dtype: str) -> Global:
