@@ -209,7 +209,7 @@ class Copying:
                 for segment in file.segments():
                     if isinstance(segment, Array):
                         self._count(self._recipe.moves(segment))
-                self._advance(known["end"])
+                        self._advance(segment.nbytes)
                 continue
             done = (known["end"], known["blake3"]) if known else None
             out = _Out(file.name, path, done)
@@ -301,7 +301,8 @@ class Copying:
                 self._close(out, end)
             out.turn += 1
             out.change.notify_all()
-        self._advance(job.nbytes)
+        if job.array:
+            self._advance(job.nbytes)
 
     def _put(self, job: _Job, view: memoryview) -> None:
         if job.file.done is not None and job.offset + job.nbytes <= job.file.done[0]:

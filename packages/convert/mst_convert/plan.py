@@ -69,14 +69,13 @@ def plan(spec: ConvertSpec) -> ConvertPlan:
     place = hub.resolve(spec.model)
     layout = layout_of(place)
     _check_places(spec, place, layout)
-    planned = _from_gguf(spec, place) if layout == "gguf" else _between(spec, place)
+    planned = _from_gguf(spec, place) if layout == "gguf" else _between(spec, place, layout)
     checkpoint.check_free(spec.out, planned.bytes_out + SLACK)
     return planned
 
 
-def open_source(place: Path, hf_config: Path | None = None) -> Source:
+def open_source(place: Path, layout: str, hf_config: Path | None = None) -> Source:
     """A model of any layout but GGUF. InputError as its reader says."""
-    layout = layout_of(place)
     if layout == "hf":
         if hf_config is not None:
             raise InputError("--hf-config is for Megatron checkpoints; this one has its own config.json", where=place)
@@ -86,8 +85,8 @@ def open_source(place: Path, hf_config: Path | None = None) -> Source:
     return sources.open_torch_dist(place, hf_config)
 
 
-def _between(spec: ConvertSpec, place: Path) -> ConvertPlan:
-    source = open_source(place, spec.hf_config)
+def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
+    source = open_source(place, layout, spec.hf_config)
     made = target_of(spec, source)
     read = sorted({dtype for found in source.dtypes.values() for dtype in found})
     return ConvertPlan(
