@@ -82,6 +82,13 @@ class Whole:
 
 
 Edit = Delta | Shift | Whole
+RENAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    ("model.", "model.language_model."),
+)
+"""Names in the memory of transformers, which adapters have, and other names of the same in files."""
 Named = tuple[str, Edit]
 
 
@@ -125,8 +132,8 @@ class Matcher:
 
     def _stored(self, name: str) -> str | None:
         """The base's name for a tensor that an adapter names, or None."""
-        found = (n for n in (name, name.replace(".mlp.", ".block_sparse_moe.")) if n in self.base)
-        return next(found, None)
+        names = [name, *(name.replace(old, new, 1) for old, new in RENAMES if old in name)]
+        return next((found for found in names if found in self.base), None)
 
     def _close(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.base, n=1, cutoff=0.8)
@@ -241,12 +248,13 @@ class Matcher:
         """Everything that the config names has its tensors: what was trained and not saved must not pass as merged."""
         config, parts = self.lora.config, self.lora.parts
         have = {layer.module for layer in parts.factors}
+        have |= {(self._stored(f"{module}.weight") or "").removesuffix(".weight") for module in have}
         single = any(".experts." in module for module in have)
         saved = {self._stored(name) for name in parts.whole}
         for name in _linears(self.base):
             module = name.removesuffix(".weight")
             if module in have or targets.is_saved(config, name) or (".experts." in module and not single):
-                continue  # in transformers 5 the experts are parameters, which target_modules cannot mean
+                continue  # without layers of experts they are parameters, as in transformers 5
             if targets.is_target(config, module):
                 self._fault(module, "target_modules names it, but the adapter has no tensors for it")
         for box, of_box in self.stacks.items():

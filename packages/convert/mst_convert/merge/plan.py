@@ -73,6 +73,8 @@ class MergePlan(Plan):
     model: Model = Field(exclude=True, repr=False)
     """The model that comes out: the base's, or that untied."""
     targets: list[Wanted] = Field(exclude=True, repr=False)
+    new_head: str | None = Field(exclude=True, repr=False)
+    """The embedding that an untied head is made of and written after, where the base ships no head."""
     loras: list[Adapter] = Field(exclude=True, repr=False)
     matched: Matched = Field(exclude=True, repr=False)
 
@@ -109,7 +111,7 @@ def plan(spec: MergeSpec) -> MergePlan:
             check_base(made, directory, job.parent, source)
     loras = [peft.read(directory) for directory in directories]
     check_several(loras, spec.factors)
-    model, targets = _outcome(job, untie=spec.untie)
+    model, targets, new_head = _outcome(job, untie=spec.untie)
     matched = match_all(loras, spec.factors, targets, job.model, untie=spec.untie)
     matched.spread(model, targets)
     size = sum(map(wanted_bytes, targets))
@@ -137,23 +139,26 @@ def plan(spec: MergeSpec) -> MergePlan:
         job=job,
         model=model,
         targets=targets,
+        new_head=new_head,
         loras=loras,
         matched=matched,
     )
 
 
-def _outcome(job: Job, *, untie: bool) -> tuple[Model, list[Wanted]]:
-    """The model to write and its tensors: an untied head follows its embedding."""
+def _outcome(job: Job, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:
+    """The model to write, its tensors, and the embedding that a new head follows."""
     targets = wanted(job)
     if not untie:
-        return job.model, targets
+        return job.model, targets, None
     if not job.model.tied:
         raise InputError("--untie: its head is not tied", where=job.source, hint="leave --untie out")
     names = [name for name, _, _ in targets]
-    if LM_HEAD not in names:
-        place = names.index(embedding_of(names))
-        targets.insert(place + 1, (LM_HEAD, *targets[place][1:]))
-    return job.family.model(untied(job.config), job.hf_dir / "config.json"), targets
+    model = job.family.model(untied(job.config), job.hf_dir / "config.json", names=names)
+    if LM_HEAD in names:
+        return model, targets, None
+    place = names.index(embedding_of(names))
+    targets.insert(place + 1, (LM_HEAD, *targets[place][1:]))
+    return model, targets, names[place]
 
 
 def adapter_manifest(directory: Path) -> Manifest | None:

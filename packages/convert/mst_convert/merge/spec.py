@@ -19,8 +19,8 @@ class MergeSpec(Spec):
         min_length=1,
         description="an adapter in PEFT format: adapter_config.json, adapter_model.safetensors; or several",
     )
-    weights: tuple[float, ...] = Field(
-        (), description="a factor for each adapter's delta, as 0.7,0.3 (default: 1 each)"
+    weights: tuple[float, ...] | None = Field(
+        None, description="a factor for each adapter's delta, as 0.7,0.3; without it 1 each"
     )
     untie: bool = Field(False, description="write a tied head and its embedding apart: tie_word_embeddings false")
     out: Path = Field(description="the directory to write")
@@ -37,9 +37,9 @@ class MergeSpec(Spec):
 
     @model_validator(mode="after")
     def _weights_for_adapters(self) -> Self:
-        if self.weights and len(self.weights) != len(self.adapter):
+        if self.weights is not None and len(self.weights) != len(self.adapter):
             raise ValueError(f"--weights: {len(self.weights)} for {len(self.adapter)} adapters")
-        if not all(weight and isfinite(weight) for weight in self.weights):
+        if not all(weight and isfinite(weight) for weight in self.factors):
             raise ValueError("--weights: each must be a finite number other than 0")
         return self
 

@@ -17,7 +17,7 @@ from mst_convert.merge.base import stream
 from mst_convert.merge.edits import Edit
 from mst_convert.merge.plan import MergePlan, adapter_manifest, check_base, other_base
 from mst_convert.merge.spec import MergeSpec
-from mst_convert.merge.tying import embedding_of, untied
+from mst_convert.merge.tying import untied
 from mst_convert.plan import Job
 from mst_convert.work import carried_files, parent_of, written_dtype
 from mst_core import checkpoint, console, manifest, tensors
@@ -130,18 +130,14 @@ def _merge_all(plan: MergePlan, writer: tensors.HFWriter, ledger: Ledger) -> Non
 
 def _sources(plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor to write before it is changed: the base's, compared with copies, and a head that is untied."""
-    names = [name for name, _, _ in plan.targets]
-    position = 0
     for name, tensor in stream(plan.job):
         for known, ref in plan.matched.copies:
             if known == name:
                 check_copy(tensor, ref)
         yield name, tensor
-        position += 1
-        if plan.untie and position < len(names) and names[position] == LM_HEAD != name and name == embedding_of(names):
+        if name == plan.new_head:
             yield LM_HEAD, tensor
-            position += 1
-        del tensor
+        del tensor  # or it would live on while the next one is read
 
 
 def _merged(name: str, base: torch.Tensor, edits: Sequence[Edit], applier: Applier, ledger: Ledger) -> torch.Tensor:
