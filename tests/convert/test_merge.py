@@ -478,6 +478,21 @@ def test_untying_is_the_same_from_both_layouts(tiny_hf: TinyHF, tmp_path: Path, 
     assert [f.blake3 for f in first.files] == [f.blake3 for f in second.files]
 
 
+def test_a_shipped_head_follows_its_embedding(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    """Trained token rows change both, as in PEFT: the copy that the base ships changes with the embedding."""
+    base = Path(shutil.copytree(tiny_hf("llama", tie_word_embeddings=True), tmp_path / "base"))
+    stored = weights(base)
+    save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
+    lora = make_adapter(tmp_path / "lora", base, trainable_token_indices=[7, 3])
+    rows = {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": torch.arange(128.0).reshape(2, 64)}
+    edit(lora, lambda f: f.update(rows))
+    merge(model=base, adapter=lora, out=tmp_path / "out")
+    merged = weights(tmp_path / "out")
+    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    assert torch.equal(merged["lm_head.weight"][[7, 3]], torch.arange(128.0).reshape(2, 64))
+    assert torch.equal(merged["lm_head.weight"][8:], stored["model.embed_tokens.weight"][8:])
+
+
 def test_the_flag_unties(tiny_hf: TinyHF, tmp_path: Path, mst: Callable[..., Any]) -> None:
     base = tiny_hf("llama", tie_word_embeddings=True)
     lora = make_adapter(tmp_path / "lora", base)
