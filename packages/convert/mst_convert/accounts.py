@@ -37,7 +37,8 @@ def known_faults(unknown: Iterable[str], *, tied: bool = False) -> list[MstError
     """Tensors that the architecture does not have."""
     return [
         InputError(
-            "not known to this architecture" + (" (config.json says tied)" if tied and name == "output_layer.weight" else ""),
+            "not known to this architecture"
+            + (" (config.json says tied)" if tied and name == "output_layer.weight" else ""),
             where=name,
         )
         for name in sorted(unknown)

@@ -410,7 +410,9 @@ def _ranges(array: Array, found: Sequence[Move], sources: Sources) -> Iterator[t
             low, high = max(at, start), min(at + nbytes, end)
             parts.append((low - start, high - start, move, (move.from_row * width + low - at) // item))
 
-        def fill(into: memoryview, parts: Sequence[tuple[int, int, Move, int]] = parts, whole: int = end - start) -> None:
+        def fill(
+            into: memoryview, parts: Sequence[tuple[int, int, Move, int]] = parts, whole: int = end - start
+        ) -> None:
             if sum(high - low for low, high, _, _ in parts) != whole:
                 into[:] = bytes(whole)
             for low, high, move, element in parts:
@@ -440,9 +442,7 @@ def cast(raw: bytearray | memoryview, source: str, target: str) -> memoryview:
     return memoryview(made.view(torch.uint8).numpy())
 
 
-def _assemble(
-    array: Array, found: Sequence[Move], first: int, rows: int, sources: Sources, into: memoryview
-) -> None:
+def _assemble(array: Array, found: Sequence[Move], first: int, rows: int, sources: Sources, into: memoryview) -> None:
     """Rows ``first`` to ``first + rows`` of an array, element by element in memory."""
     import numpy as np
 

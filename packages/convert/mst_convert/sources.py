@@ -49,6 +49,10 @@ class Source:
     replicas: list[tuple[Array, Array]] = field(default_factory=list)
     vocab_rows: int = 0
     dialect: str | None = None
+    buffers: tuple[TensorRef, ...] = ()
+    """Computed buffers of old Hugging Face checkpoints: a conversion leaves them out, a merge keeps them."""
+    hf_dtypes: dict[str, str] = field(default_factory=dict)
+    """Of a Hugging Face source: the dtype of each tensor."""
 
     @property
     def family(self) -> Family:
@@ -141,10 +145,14 @@ def open_hf(directory: Path) -> Source:
     if faults:
         raise many(faults, what=f"{directory} does not hold a {model.family.architecture}:", hint=_hint(model))
     left = [f"{len(buffers)} computed buffers, like {buffers[0]}"] if buffers else []
-    left += [f"{copy}, a copy of {original} (compared before anything is written)" for copy, original in duplicates.items()]
+    left += [
+        f"{copy}, a copy of {original} (compared before anything is written)" for copy, original in duplicates.items()
+    ]
 
     def blocks(task: Task) -> list[Block]:
-        return hf_blocks(task, [arrays_of(task, n, refs[s.name].dtype, _place(refs[s.name])) for n, s in enumerate(task.hf)])
+        return hf_blocks(
+            task, [arrays_of(task, n, refs[s.name].dtype, _place(refs[s.name])) for n, s in enumerate(task.hf)]
+        )
 
     return Source(
         layout="hf",
@@ -162,6 +170,8 @@ def open_hf(directory: Path) -> Source:
         copies=tuple(duplicates),
         replicas=[(_whole(refs[copy]), _whole(refs[original])) for copy, original in duplicates.items()],
         dialect=spoken(model),
+        buffers=tuple(refs[name] for name in buffers),
+        hf_dtypes={name: ref.dtype for name, ref in refs.items()},
     )
 
 
@@ -284,7 +294,9 @@ def _shipped(model: Model, encoding: Mapping[str, Any]) -> tuple[str, ...]:
 def _stored_faults(task: Task, stored: StoredTensor, stacked: bool) -> list[MstError]:
     shape = stored.shape[int(stacked) :]
     rows = int(task.experts is not None)
-    vocabulary = task.hf[0].shape[0] == task.rows and task.native.endswith(("word_embeddings.weight", "output_layer.weight"))
+    vocabulary = task.hf[0].shape[0] == task.rows and task.native.endswith(
+        ("word_embeddings.weight", "output_layer.weight")
+    )
     padded = vocabulary and shape[1:] == task.shape[1:] and shape[:1] >= task.shape[:1]
     layers = stored.shape[0] if stacked and stored.shape else task.layers
     if (shape != task.shape and not padded) or layers != task.layers or len(shape) <= rows:

@@ -174,9 +174,7 @@ def _place(task: Task, parts: list[_Part], tp: int, replicas: list[tuple[Array, 
     return found
 
 
-def _cut(
-    task: Task, base: int, rows: int, shards: list[Array], replicas: list[tuple[Array, Array]]
-) -> list[Block]:
+def _cut(task: Task, base: int, rows: int, shards: list[Array], replicas: list[tuple[Array, Array]]) -> list[Block]:
     """One matrix from the shards of its tensor parallel ranks."""
     first, columns, tp = shards[0], task.columns, len(shards)
     axis = megatron_names.tensor_parallel_axis(task.native)
@@ -202,4 +200,3 @@ def _cut(
     raise InputError(
         f"{tp} parts of {[first.rows, first.columns]}, expected {[rows, columns]} in all", where=task.native
     )
-

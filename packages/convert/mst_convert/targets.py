@@ -8,7 +8,7 @@ legacy    targets_legacy.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ class Target:
     wanted: list[Wanted]
     last: dict[str, bytes]
     padding_rows: int = 0
+    arrays: Mapping[str, Sequence[Array]] = field(default_factory=dict)
+    """Of Hugging Face tensors: the arrays of each, by name."""
     form: str | None = None
     """Of torch_dist: stacked or per-layer."""
     repeats: bool = False
@@ -87,11 +89,12 @@ def to_hf(source: Source, cast: str | None, max_shard_size: int) -> Target:
     wanted: dict[str, Wanted] = {}
     for task in source.tasks:
         dtype = dtype_of(source, task, cast)
-        each = [arrays_of(task, number, dtype, None) for number in range(len(task.hf))]
+        dtypes = [dtype if cast else source.hf_dtypes.get(spec.name, dtype) for spec in task.hf]
+        each = [arrays_of(task, number, found, None) for number, found in enumerate(dtypes)]
         feed.add(task, hf_blocks(task, each))
-        for spec, parts in zip(task.hf, each, strict=True):
+        for spec, parts, found in zip(task.hf, each, dtypes, strict=True):
             arrays[spec.name] = parts
-            wanted[spec.name] = (spec.name, dtype, spec.shape)
+            wanted[spec.name] = (spec.name, found, spec.shape)
     order = list(wanted)
     duplicates = source.model.duplicates()
     for copy in source.copies:
@@ -107,7 +110,7 @@ def to_hf(source: Source, cast: str | None, max_shard_size: int) -> Target:
         name = tensors.shard_name(number, len(parts_of))
         index.update({item[0]: name for item in part})
         files.append(OutFile(name, partial(_safetensors, part, arrays)))
-    target = Target(Recipe(files, feed.moves, source.copies), [wanted[name] for name in order], {})
+    target = Target(Recipe(files, feed.moves, source.copies), [wanted[name] for name in order], {}, arrays=arrays)
     if len(files) > 1:
         target.last[tensors.INDEX] = tensors.index_json(index, target.nbytes)
     return target
@@ -148,4 +151,10 @@ def to_torch_dist(
     wanted: dict[str, Wanted] = {chunk.key: (chunk.key, chunk.dtype, chunk.shape) for chunk, _ in chunks}
     last = {f"release/{name}": data for name, data in layout.index().items()}
     vocab = source.model.dims.vocab
-    return Target(Recipe(files, feed.moves), list(wanted.values()), last, padded_vocab(vocab, vocab_padding) - vocab, naming.form)
+    return Target(
+        Recipe(files, feed.moves),
+        list(wanted.values()),
+        last,
+        padded_vocab(vocab, vocab_padding) - vocab,
+        form=naming.form,
+    )

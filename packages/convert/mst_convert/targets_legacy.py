@@ -125,7 +125,8 @@ def _part(
         if "linear_fc1." in task.native:
             half = height // 2
             blocks = [
-                Block(base + side * rows // 2 + tp * half, half, 0, columns, array, at_row=side * half) for side in (0, 1)
+                Block(base + side * rows // 2 + tp * half, half, 0, columns, array, at_row=side * half)
+                for side in (0, 1)
             ]
         else:
             blocks = [Block(base + tp * height, height, 0, columns, array)]

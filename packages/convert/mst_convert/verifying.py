@@ -93,4 +93,3 @@ def _matrix(side: Side, task: Task, dtype: str, reading: Sources) -> Any:
     array = Array(task.native, dtype, task.rows, task.columns)
     found = moves([Block(0, task.rows, 0, task.columns, array)], side)
     return list(pieces(array, found, reading))
-

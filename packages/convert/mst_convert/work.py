@@ -157,4 +157,3 @@ def parent_of(source: Source, lossless: bool, role: manifest.Role = "source") ->
         return Parent(role=role, id=f"blake3:{digest}", weights=digest, lossless=lossless), []
     made = manifest.identify(source.directory)
     return Parent(role=role, id=made.id, weights=made.digests.weights, lossless=lossless), [source.directory]
-

@@ -15,7 +15,8 @@ from mst_convert.merge.base import open_base, wanted
 from mst_convert.merge.edits import Delta, Edit, Matcher, conflicts
 from mst_convert.merge.spec import MergeSpec
 from mst_convert.merge.tying import embedding_of, settle, untied
-from mst_convert.plan import SLACK, Job
+from mst_convert.plan import SLACK
+from mst_convert.sources import Source
 from mst_core import checkpoint, console, hub, lineage, manifest, torch_dist
 from mst_core.errors import InputError, many
 from mst_core.families import Model
@@ -69,7 +70,7 @@ class MergePlan(Plan):
     bytes_out: int
     trained_on: list[str]
     """The id that each adapter says it adapts, or "unverified"."""
-    job: Job = Field(exclude=True, repr=False)
+    job: Source = Field(exclude=True, repr=False)
     model: Model = Field(exclude=True, repr=False)
     """The model that comes out: the base's, or that untied."""
     targets: list[Wanted] = Field(exclude=True, repr=False)
@@ -145,13 +146,13 @@ def plan(spec: MergeSpec) -> MergePlan:
     )
 
 
-def _outcome(job: Job, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:
+def _outcome(job: Source, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:
     """The model to write, its tensors, and the embedding that a new head follows."""
     targets = wanted(job)
     if not untie:
         return job.model, targets, None
     if not job.model.tied:
-        raise InputError("--untie: its head is not tied", where=job.source, hint="leave --untie out")
+        raise InputError("--untie: its head is not tied", where=job.directory, hint="leave --untie out")
     names = [name for name, _, _ in targets]
     model = job.family.model(untied(job.config), job.hf_dir / "config.json", names=names)
     if LM_HEAD in names:

@@ -18,7 +18,7 @@ from mst_convert.merge.edits import Edit
 from mst_convert.merge.plan import MergePlan, adapter_manifest, check_base, other_base
 from mst_convert.merge.spec import MergeSpec
 from mst_convert.merge.tying import untied
-from mst_convert.plan import Job
+from mst_convert.sources import Source
 from mst_convert.work import carried_files, parent_of, written_dtype
 from mst_core import checkpoint, console, manifest, tensors
 from mst_core.checkpoint import Staging
@@ -91,7 +91,7 @@ def _lineage(plan: MergePlan) -> tuple[bool, list[Parent], list[Path]]:
     return all(verified), parents, [*directories, *adapters]
 
 
-def _trained_on(directory: Path, job: Job, base: Parent, *, known: bool) -> bool:
+def _trained_on(directory: Path, job: Source, base: Parent, *, known: bool) -> bool:
     """Was the adapter trained on ``base``? False if it does not say, InputError if on another."""
     made = adapter_manifest(directory)
     parent = made.parent("base") if made else None
@@ -99,9 +99,9 @@ def _trained_on(directory: Path, job: Job, base: Parent, *, known: bool) -> bool
         console.warn(f"{directory.name} does not say what it was trained on: only names and shapes were checked")
         return False
     if known:
-        return check_base(made, directory, manifest.identify(job.source), job.source)
+        return check_base(made, directory, manifest.identify(job.directory), job.directory)
     if parent.id != base.id:  # a Megatron directory that mst did not write has an id but no lineage
-        raise other_base(directory, parent.id, job.source, base.id)
+        raise other_base(directory, parent.id, job.directory, base.id)
     return True
 
 
@@ -156,8 +156,7 @@ def _merged(name: str, base: torch.Tensor, edits: Sequence[Edit], applier: Appli
 def _carried(spec: MergeSpec, plan: MergePlan) -> dict[str, Path | bytes]:
     """config.json and generation_config.json of the base, and the tokenizer files that ``sidecar`` chooses."""
     job = plan.job
-    exports = None if job.source == job.hf_dir else job.exports
-    carried = carried_files(job, written_dtype(exports) if exports else None)
+    carried = carried_files(job, written_dtype(job) if job.layout != "hf" else None)
     kept: dict[str, Path | bytes] = {name: source for name, source in carried.items() if name not in TOKENIZER_FILES}
     if plan.untie:
         text = kept["config.json"]
