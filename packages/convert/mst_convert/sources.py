@@ -53,6 +53,7 @@ class Source:
     """Computed buffers of old Hugging Face checkpoints: a conversion leaves them out, a merge keeps them."""
     hf_dtypes: dict[str, str] = field(default_factory=dict)
     """Of a Hugging Face source: the dtype of each tensor."""
+    _last: tuple[str, Side] | None = None
 
     @property
     def family(self) -> Family:
@@ -64,9 +65,14 @@ class Source:
 
     def side(self, task: Task) -> Side:
         """The blocks of a task's matrix; rows of vocabulary padding are not among them."""
+        known = self._last
+        if known is not None and known[0] == task.native:  # the arrays of one task are asked for one after another
+            return known[1]
         rows = self.by_native[task.native].rows
         blocks = self.blocks(self.by_native[task.native])
-        return Side(b._replace(rows=min(b.rows, rows - b.row)) for b in blocks if b.row < rows)
+        side = Side(b._replace(rows=min(b.rows, rows - b.row)) for b in blocks if b.row < rows)
+        self._last = (task.native, side)
+        return side
 
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -93,12 +93,11 @@ def _sort(
     for rank in ranks:
         for stage, tensors in enumerate(rank.stages):
             for key, tensor in sorted(tensors.items()):
-                offset = first[stage, rank.pp]
-                name = LAYER.sub(lambda m, offset=offset: f"{m[1]}{int(m[2]) + offset}.", key)
+                name = _globally(key, first[stage, rank.pp])
                 for native, expert, array in _arrays(name, tensor, experts, f"{rank.file.parent.name}: {key}"):
                     if native in names:
-                        found = names[native]
-                        parts.setdefault(found.native, []).append(_Part(rank, rank.ep * experts + expert, array))
+                        task = names[native]
+                        parts.setdefault(task.native, []).append(_Part(rank, rank.ep * experts + expert, array))
                     elif model.tied and native.endswith(HEAD):
                         copies.append(array)
                     else:
@@ -111,6 +110,11 @@ def _sort(
             if part.array.dtype not in WEIGHT_DTYPES
         ]
     return parts, copies, faults
+
+
+def _globally(key: str, offset: int) -> str:
+    """A name with the layer's number in the whole model."""
+    return LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + offset}.", key)
 
 
 def _first_layers(ranks: list[Rank], model: Model) -> dict[tuple[int, int], int]:

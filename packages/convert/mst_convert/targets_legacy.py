@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,8 @@ def to_legacy(source: Source, spec: ConvertSpec) -> Target:
     rows = padded_vocab(source.model.dims.vocab, padding)
     feed = Feed(source)
     state = torch_dist.release_state(source.family, source.config, rows, source.hf_dir)
-    files, wanted = [], []
+    files: list[OutFile] = []
+    wanted: list[Wanted] = []
     per = source.model.dims.layers // (spec.pp * spec.vp)
     for tp in range(spec.tp):
         for pp in range(spec.pp):
@@ -40,16 +40,11 @@ def to_legacy(source: Source, spec: ConvertSpec) -> Target:
                     at = (first, per, first == 0, first + per == source.model.dims.layers)
                     stages.append(_stage(source, spec, feed, work, (tp, ep), at, f"{where}/{vp}"))
                 entries = _entries(state, stages, spec.spec)
-                files.append(OutFile(f"release/{where}/{legacy.FILE}", partial(_segments, entries)))
+                files.append(OutFile(f"release/{where}/{legacy.FILE}", partial(archive.segments, entries)))
                 wanted += [(a.name, a.dtype, (a.rows, a.columns)) for stage in stages for a, _ in stage.values()]
-    found: list[Wanted] = wanted
-    target = Target(Recipe(files, feed.moves), found, {}, rows - source.model.dims.vocab)
+    target = Target(Recipe(files, feed.moves), wanted, {}, rows - source.model.dims.vocab)
     target.repeats = True
     return target
-
-
-def _segments(entries: list[tuple[str, bytes | Array]]) -> Iterator[archive.Segment]:
-    return archive.segments(entries)
 
 
 def _check(source: Source, spec: ConvertSpec) -> None:

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -42,9 +43,8 @@ def size(segment: Segment) -> int:
 
 def segments(entries: Sequence[tuple[str, bytes | Array]]) -> Iterator[Segment]:
     """An archive of ``entries`` ("data.pkl", "data/0", ...), in order. All arrays of it come before its Late tail."""
-    position = 0
+    position = arrays = 0
     places: list[tuple[bytes, bytes, int, int, int | None]] = []  # path, zip64 sizes, size, offset, crc
-    descriptors: list[int] = []
     for name, content in entries:
         path, nbytes = f"archive/{name}".encode(), size(content)
         crc = zlib.crc32(content) if isinstance(content, bytes) else None
@@ -55,18 +55,19 @@ def segments(entries: Sequence[tuple[str, bytes | Array]]) -> Iterator[Segment]:
             gap = -(position + 30 + len(path) + len(zip64) + 4) % ALIGNMENT
             padding = struct.pack("<HH", 0x4246, gap) + b"Z" * gap
         extra = len(zip64) + len(padding)
-        local = b"PK\x03\x04" + _fixed(zip64, nbytes, crc or 0, crc is None) + struct.pack("<HH", len(path), extra) + path
+        local = (
+            b"PK\x03\x04" + _fixed(zip64, nbytes, crc or 0, crc is None) + struct.pack("<HH", len(path), extra) + path
+        )
         places.append((path, zip64, nbytes, position, crc))
         yield local + zip64 + padding
         yield content
         position += len(local) + extra + nbytes
         if crc is None:
-            descriptors.append(len(places) - 1)
-            length = 24 if zip64 else 16
-            number = len(descriptors) - 1
-            yield Late(length, lambda crcs, n=number, size=nbytes, wide=bool(zip64): _descriptor(crcs[n], size, wide))
-            position += length
-    tail = len(_tail(places, [0] * len(descriptors), position))
+            descriptor = partial(_descriptor, number=arrays, nbytes=nbytes, wide=bool(zip64))
+            yield Late(24 if zip64 else 16, descriptor)
+            position += 24 if zip64 else 16
+            arrays += 1
+    tail = len(_tail(places, [0] * arrays, position))
     yield Late(tail, lambda crcs: _tail(places, crcs, position), closes=True)
 
 
@@ -117,8 +118,8 @@ def _fixed(zip64: bytes, nbytes: int, crc: int, deferred: bool) -> bytes:
     return struct.pack("<HHHHHIII", 45 if zip64 else 20, 8 if deferred else 0, 0, 0, 0x21, crc, short, short)
 
 
-def _descriptor(crc: int, nbytes: int, wide: bool) -> bytes:
-    return b"PK\x07\x08" + struct.pack("<IQQ" if wide else "<III", crc, nbytes, nbytes)
+def _descriptor(crcs: Sequence[int], number: int, nbytes: int, wide: bool) -> bytes:
+    return b"PK\x07\x08" + struct.pack("<IQQ" if wide else "<III", crcs[number], nbytes, nbytes)
 
 
 def _tail(places: Sequence[tuple[bytes, bytes, int, int, int | None]], crcs: Sequence[int], position: int) -> bytes:

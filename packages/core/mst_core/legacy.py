@@ -92,7 +92,9 @@ def _rank(path: Path, tp: int, pp: int, ep: int) -> Rank:
     tree, storages = torch_pickle.open_archive(path)
     if not isinstance(tree, dict):
         raise InputError("is not a Megatron checkpoint: no dictionary", where=path)
-    names = ["model"] if "model" in tree else sorted((n for n in tree if re.fullmatch(r"model\d+", str(n))), key=_number)
+    names = (
+        ["model"] if "model" in tree else sorted((n for n in tree if re.fullmatch(r"model\d+", str(n))), key=_number)
+    )
     if not names:
         raise InputError("holds no model", where=path)
     stages = []

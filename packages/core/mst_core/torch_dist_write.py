@@ -193,7 +193,8 @@ class TorchDistWriter:
         fits = self._whole.setdefault(chunk.key, whole) == whole == (chunk.dtype, chunk.shape)
         if not fits or (chunk.key, chunk.offsets) in self._seen or tensor.numel() != prod(chunk.sizes):
             raise InputError(
-                f"{whole[0]} {list(chunk.shape)} at {list(chunk.offsets)} does not fit what was written", where=chunk.key
+                f"{whole[0]} {list(chunk.shape)} at {list(chunk.offsets)} does not fit what was written",
+                where=chunk.key,
             )
         self._seen.add((chunk.key, chunk.offsets))
         self._chunks.append(chunk)

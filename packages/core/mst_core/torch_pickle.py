@@ -196,14 +196,18 @@ def open_archive(path: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
                 storages[name.rpartition("/")[2]] = (start, info.file_size)
     except zipfile.BadZipFile as error:
         raise InputError(
-            f"is damaged, or was saved by torch before 1.6: {error}", where=path, hint="save it again with a newer torch"
+            f"is damaged, or was saved by torch before 1.6: {error}",
+            where=path,
+            hint="save it again with a newer torch",
         ) from error
     except (struct.error, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise InputError(f"is damaged: {error}", where=path) from error
     return tree, storages
 
 
-def stored_tensor(value: Any, storages: Mapping[str, tuple[int, int]], where: str) -> tuple[str, tuple[int, ...], int, int]:
+def stored_tensor(
+    value: Any, storages: Mapping[str, tuple[int, int]], where: str
+) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, offset in the file, bytes) of a tensor stub of ``open_archive``. InputError if it is not dense."""
     if isinstance(value, Stub) and value.name.startswith("torch._utils._rebuild_parameter"):
         value = value.args[0]
