@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mst_convert.merge import adapter as peft
 from mst_convert.merge import plan as planning
+from mst_convert.merge import targets
 from mst_convert.merge import work as working
 from mst_convert.merge.spec import MergeSpec
 from mst_core import files
@@ -88,12 +88,25 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     # the config
     "IA3": (config(peft_type="IA3"), "peft_type is 'IA3'"),
     "no type": (config(peft_type=None), "peft_type is None"),
-    "DoRA": (config(use_dora=True), "use_dora: DoRA"),
-    "modules_to_save": (config(modules_to_save=["lm_head"]), "modules_to_save"),
-    "bias": (config(bias="lora_only"), "bias is 'lora_only'"),
-    "lora_bias": (config(lora_bias=True), "lora_bias"),
-    "tokens": (config(trainable_token_indices=[1, 2]), "trainable_token_indices"),
-    "experts": (config(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters"),
+    "DoRA without magnitudes": (config(use_dora=True), "use_dora is True, but there is no lora_magnitude_vector"),
+    "DoRA with a bias of B": (config(use_dora=True, lora_bias=True), "use_dora and lora_bias"),
+    "a module that was not saved": (
+        config(modules_to_save=["lm_head"]), r"lm_head\.weight: modules_to_save names it, but the adapter",
+    ),
+    "a module that is not there": (config(modules_to_save=["score"]), "score: modules_to_save names it, but the"),
+    "bias of another kind": (config(bias="some"), "bias is 'some'"),
+    "lora_bias without biases": (config(lora_bias=True), "lora_bias is True, but there is no bias of B"),
+    "tokens twice": (config(trainable_token_indices=[1, 1]), "names a token twice"),
+    "tokens of another form": (config(trainable_token_indices={"embed_tokens": [-1]}), r"indices has \[-1"),
+    "modules to save of another form": (config(modules_to_save="lm_head"), "must be a list of names"),
+    "parameters of another form": (config(target_parameters="x"), "must be a list of names"),
+    "KaSA": (config(kasa_config={"beta": 1}), "kasa_config: KaSA truncates"),
+    "MonteCLoRA": (config(monteclora_config={"a": 1}), "monteclora_config"),
+    "aLoRA": (config(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
+    "QALoRA": (config(use_qalora=True), "use_qalora"),
+    "BD-LoRA": (config(use_bdlora={"nblocks": 2}), "use_bdlora"),
+    "Arrow": (config(arrow_config={"top_k": 2}), "arrow_config"),
+    "Megatron": (config(megatron_config={"a": 1}), "megatron_config"),
     "layer replication": (config(layer_replication=[[0, 4], [2, 4]]), "layer_replication"),
     "PiSSA": (config(init_lora_weights="pissa_niter_4"), "init_lora_weights is 'pissa_niter_4'"),
     "a number as init": (config(init_lora_weights=1), "init_lora_weights is 1"),
@@ -123,11 +136,21 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "adapter name": (rename("lora_A.weight", "lora_A.default.weight"), "carries an adapter's name"),
     "no prefix": (rename(PREFIX, ""), r"not under base_model\.model\."),
-    "magnitude": (add(f"{FIRST}lora_magnitude_vector", 64), "DoRA"),
-    "bias of B": (add(f"{FIRST}lora_B.bias", 64), "bias"),
-    "embedding": (add(f"{PREFIX}model.embed_tokens.lora_embedding_A", 2, 330), "LoRA on an embedding"),
-    "base layer": (add(f"{PREFIX}lm_head.base_layer.weight", 330, 64), "copy of a base tensor"),
-    "resized embedding": (add(f"{PREFIX}model.embed_tokens.weight", 331, 64), "neither a lora_A nor a lora_B"),
+    "magnitude": (add(f"{FIRST}lora_magnitude_vector", 64), "use_dora is False, but there is a lora_magnitude_vector"),
+    "bias of B": (add(f"{FIRST}lora_B.bias", 64), "lora_bias is False, but there is a bias of B"),
+    "embedding": (add(f"{PREFIX}model.embed_tokens.lora_embedding_A", 2, 330), "there is no lora_B"),
+    "a norm that nobody saved": (add(f"{PREFIX}model.norm.weight", 64), "neither of LoRA nor in modules_to_save"),
+    "resized embedding": (
+        add(f"{PREFIX}model.embed_tokens.weight", 331, 64), r"\[331, 64\], the base's is \[330, 64\]: its vocab",
+    ),
+    "resized base layer": (add(f"{PREFIX}lm_head.base_layer.weight", 331, 64), r"lm_head.*its vocabulary was resized"),
+    "memory of PEFT": (add(f"{PREFIX}lm_head.modules_to_save.weight", 330, 64), "of PEFT's memory"),
+    "a bias that nobody trained": (add(f"{FIRST}bias", 64), "neither of LoRA nor"),
+    "rows that nobody named": (
+        add(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 64),
+        "trainable_token_indices does not name it",
+    ),
+    "wrapped": (rename("q_proj.lora", "q_proj.base_layer.lora"), "is wrapped as a stacked parameter is"),
     # the match
     "narrower": (
         lambda a: edit(a, lambda f: f.update({f"{LAST}lora_A.weight": torch.ones(2, 63)})),
@@ -140,7 +163,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "more layers than the base": (rename("layers.3", "layers.4"), r"model\.layers\.4\.self_attn\.q_proj: the base has"),
     "another architecture": (rename("self_attn", "attn"), "did you mean model.layers.0.self_attn.q_proj"),
     "a norm": (rename("layers.0.self_attn.q_proj", "layers.0.input_layernorm"), "is no linear layer"),
-    "embedding as linear": (rename("model.layers.0.self_attn.q_proj", "model.embed_tokens"), "is an embedding"),
+    "embedding as linear": (rename("model.layers.0.self_attn.q_proj", "model.embed_tokens"), "an embedding, adapted"),
     "fewer modules than the config targets": (
         config(target_modules=["q_proj", "v_proj"]),
         r"model\.layers\.2\.self_attn\.v_proj: target_modules names it",
@@ -159,10 +182,10 @@ def test_bad_adapters_are_refused_by_the_plan(tiny_hf: TinyHF, tmp_path: Path, a
 
 def test_all_faults_are_listed(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> None:
     spec = MergeSpec(model=str(tiny_hf("llama")), adapter=str(adapter), out=tmp_path / "out")
-    configure(adapter, use_dora=True, bias="all")
-    with pytest.raises(InputError, match=r"use_dora(.|\n)*bias is 'all'"):
+    configure(adapter, use_qalora=True, bias="some")
+    with pytest.raises(InputError, match=r"use_qalora(.|\n)*bias is 'some'"):
         planning.plan(spec)
-    configure(adapter, use_dora=False, bias="none")
+    configure(adapter, use_qalora=False, bias="none")
     rename("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj")(adapter)
     rename("layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj")(adapter)
     with pytest.raises(InputError) as raised:
@@ -187,7 +210,7 @@ def test_a_head_that_is_tied(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> 
     add(f"{PREFIX}lm_head.lora_A.weight", 2, 64)(adapter)
     add(f"{PREFIX}lm_head.lora_B.weight", 330, 2)(adapter)
     tied = tiny_hf("llama", tie_word_embeddings=True)
-    with pytest.raises(InputError, match="lm_head: the head is tied to the embedding"):
+    with pytest.raises(InputError, match=r"lm_head: the head is tied to the embedding.*--untie writes both"):
         planning.plan(MergeSpec(model=str(tied), adapter=str(adapter), out=tmp_path / "out"))
     spec = MergeSpec(model=str(tiny_hf("llama")), adapter=str(adapter), out=tmp_path / "out")
     assert "lm_head.weight" in working.work(spec, planning.plan(spec)).data["changed_tensors"]
@@ -212,7 +235,7 @@ def test_a_head_that_is_tied(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> 
     ],
 )  # fmt: skip
 def test_targets_are_read_as_peft_reads_them(config: dict[str, Any], module: str, expected: bool) -> None:
-    assert peft.is_target(config, module) is expected
+    assert targets.is_target(config, module) is expected
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -226,7 +249,7 @@ def test_patterns_are_read_as_peft_reads_them(key: str) -> None:
 
     for module in ("model.layers.1.self_attn.q_proj", "model.layers.2.mlp.up_proj", "lm_head"):
         matched = get_pattern_key([key], module) == key
-        assert peft.pattern_value({key: 7}, module, 1) == (7 if matched else 1)
+        assert targets.pattern_value({key: 7}, module, 1) == (7 if matched else 1)
 
 
 WORK = {
@@ -265,6 +288,7 @@ def test_the_command_says_it_and_leaves_nothing(tiny_hf: TinyHF, tmp_path: Path,
         (lambda: None, ["--out", adapter, "--overwrite"], "--out is one of the inputs"),
         (lambda: edit(adapter, lambda f: f[f"{FIRST}lora_A.weight"].fill_(float("nan"))), [], "NaN"),
         (lambda: configure(adapter, use_dora=True), [], "use_dora"),
+        (lambda: configure(adapter, use_dora=False), ["--untie"], "--untie: its head is not tied"),
     ]
     for prepare, words, said in cases:
         prepare()
@@ -305,6 +329,10 @@ def test_bad_bases(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> None:
         (["--max-shard-size", "0"], "max-shard-size"),
         (["--tokenizer", "both"], "--tokenizer"),
         (["--adaptor", "x"], "did you mean --adapter"),
+        (["--weights", "0.5,0.5"], "--weights: 2 for 1 adapters"),
+        (["--weights", "0"], "other than 0"),
+        (["--weights", "1e999"], "finite"),
+        (["--weights", "much"], "--weights"),
     ],
 )
 def test_wrong_settings(words: list[str], said: str) -> None:

@@ -23,7 +23,7 @@ TOOL = "mst-convert"
 
 def convert(spec: ConvertSpec, plan: ConvertPlan) -> Result:
     """Load, check every tensor against the family, write."""
-    source = plan.job.source
+    source = Path(plan.source)
     loaded, tokenizer = _load(source)
     state = loaded.state_dict()
     config = _config(loaded)

@@ -9,40 +9,73 @@ from pydantic import ByteSize, Field, model_validator
 
 from mst_core.spec import Spec
 
+ONLY: dict[str, tuple[str, ...]] = {
+    "vocab_padding": ("megatron", "megatron-legacy"),
+    "spec": ("megatron", "megatron-legacy"),
+    "form": ("megatron",),
+    "tp": ("megatron-legacy",),
+    "pp": ("megatron-legacy",),
+    "vp": ("megatron-legacy",),
+    "ep": ("megatron-legacy",),
+    "experts": ("megatron-legacy",),
+    "max_shard_size": ("hf", "megatron"),
+}
+"""Settings that belong to some layouts only."""
+HOW = ("hf_config", "workers", "resume", "verify")
+"""Settings that cannot change a byte of the output."""
+
 
 class ConvertSpec(Spec):
     """Convert a checkpoint between layouts."""
 
     model: str = Field(description="a Hugging Face or Megatron directory, a .gguf file, or hf://org/name@revision")
-    to: Literal["megatron", "hf"] = Field(description="layout of the output")
+    to: Literal["megatron", "megatron-legacy", "hf"] = Field(
+        description="layout of the output: torch_dist, mp_rank_* files, or Hugging Face"
+    )
     out: Path = Field(description="the directory to write")
     dtype: Literal["bf16", "fp16", "fp32"] | None = Field(
         None, description="cast the weights (no longer lossless); without it they keep theirs, and a GGUF becomes bf16"
     )
     vocab_padding: int = Field(
-        128, ge=1, description="--to megatron: pad the vocabulary with zero rows to a multiple of this"
+        128, ge=1, description="to Megatron: pad the vocabulary with zero rows to a multiple of this"
+    )
+    spec: Literal["te", "local", "hybrid"] = Field(
+        "te", description="to Megatron: whose names: TransformerEngine's spec, the local one, or HybridModel"
+    )
+    form: Literal["stacked", "per-layer"] | None = Field(
+        None, description="--to megatron: layers in one tensor, or each its own; stacked where all layers are alike"
+    )
+    tp: int = Field(1, ge=1, description="--to megatron-legacy: tensor parallel size")
+    pp: int = Field(1, ge=1, description="--to megatron-legacy: pipeline parallel size")
+    vp: int = Field(1, ge=1, description="--to megatron-legacy: virtual pipeline stages of each rank")
+    ep: int = Field(1, ge=1, description="--to megatron-legacy: expert parallel size")
+    experts: Literal["grouped", "sequential"] = Field(
+        "grouped", description="--to megatron-legacy: names of experts, TEGroupedMLP's or SequentialMLP's"
     )
     max_shard_size: ByteSize = Field(
-        ByteSize(5_000_000_000), description="--to hf: largest weight file, as 5GB or 500MB"
+        ByteSize(5_000_000_000), description="largest weight file, as 5GB or 500MB (not of megatron-legacy)"
     )
     hf_config: Path | None = Field(
-        None,
-        description="--to hf: directory with config.json and tokenizer, for a Megatron checkpoint without hf/ in it",
+        None, description="directory with config.json and tokenizer, for a Megatron checkpoint without hf/ in it"
+    )
+    workers: int = Field(2, ge=1, le=64, description="threads that copy")
+    resume: bool = Field(False, description="go on with OUT.partial of a conversion that was killed")
+    verify: Literal["none", "hash", "roundtrip"] = Field(
+        "hash",
+        description="before the output appears: read it back against its hashes, or convert it back and compare too",
     )
 
     @model_validator(mode="after")
     def _each_flag_has_its_layout(self) -> Self:
         if self.max_shard_size < 1:
             raise ValueError("--max-shard-size must be at least one byte")
-        given = self.model_fields_set
-        if self.to == "hf" and "vocab_padding" in given:
-            raise ValueError("--vocab-padding belongs to --to megatron; on the way to hf the padding is cut off")
-        if self.to == "megatron":
-            for field in ("max_shard_size", "hf_config"):
-                if field in given and getattr(self, field) is not None:
-                    raise ValueError(f"--{field.replace('_', '-')} belongs to --to hf")
+        for field, layouts in ONLY.items():
+            if field in self.model_fields_set and getattr(self, field) is not None and self.to not in layouts:
+                raise ValueError(f"--{field.replace('_', '-')} belongs to --to {' or '.join(layouts)}")
+        if self.to == "megatron-legacy" and self.spec == "hybrid":
+            raise ValueError("--spec hybrid belongs to --to megatron: HybridModel has no legacy checkpoints")
         return self
 
     def changing_bytes(self) -> dict[str, object]:
         """The settings for the manifest: those of the layout that is written."""
-        return self.effective("hf_config", "max_shard_size" if self.to == "megatron" else "vocab_padding")
+        return self.effective(*HOW, *(field for field, layouts in ONLY.items() if self.to not in layouts))

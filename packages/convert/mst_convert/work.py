@@ -1,27 +1,29 @@
-"""Convert: stream one tensor at a time from the source into a staged directory, count, commit."""
+"""Convert: compare what must be equal, copy the recipe into a staged directory, read it back, commit."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from math import prod
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from blake3 import blake3
 
-from mst_convert import accounts
-from mst_convert.accounts import EMBEDDING, LM_HEAD, Exports, Imports
-from mst_convert.plan import CARRIED, ConvertPlan, Job
+from mst_convert import copying, verifying
+from mst_convert.accounts import CASTS
+from mst_convert.copying import Copying, Sources
+from mst_convert.plan import CARRIED, ConvertPlan
+from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
-from mst_core import checkpoint, console, files, manifest, tensors, torch_dist
+from mst_convert.targets import Target
+from mst_core import checkpoint, console, files, manifest, torch_dist
+from mst_core.blocks import Array
+from mst_core.checkpoint import Staging
 from mst_core.errors import InputError, MstError
-from mst_core.families import pack, unpack
 from mst_core.manifest import Parent
 from mst_core.spec import Result
 from mst_core.tensors import TORCH_NAMES
-from mst_core.torch_dist import StoredTensor
+from mst_core.version import VERSION
 
 TOOL = "mst-convert"
 
@@ -32,198 +34,126 @@ def work(spec: ConvertSpec, plan: ConvertPlan) -> Result:
         from mst_convert.gguf_work import convert
 
         return convert(spec, plan)
-    if plan.to == "megatron":
-        return _to_megatron(spec, plan)
-    return _to_hf(spec, plan)
-
-
-class Ledger:
-    """Counts uses of sources and elements written, and refuses to commit unless all add up."""
-
-    def __init__(self) -> None:
-        self.used: Counter[str] = Counter()
-        self.written: Counter[str] = Counter()
-
-    def settle(self, sources: set[str], targets: dict[str, int], where: Path) -> None:
-        """``sources`` each used once; ``targets``: elements of each tensor, each written once."""
-        wrong = sorted(name for name in sources | self.used.keys() if self.used[name] != (name in sources))
-        wrong += sorted(n for n in targets.keys() | self.written.keys() if self.written[n] != targets.get(n))
-        if wrong:
-            raise MstError(f"the counts of {wrong[0]} and {len(wrong) - 1} more do not add up", where=where)
-
-
-def _to_megatron(spec: ConvertSpec, plan: ConvertPlan) -> Result:
-    job = plan.job
-    moves = _imports(job)
-    if moves.lm_head is not None:
-        _check_tied_copy(moves)
-    parent, parent_dirs = parent_of(job, plan.lossless)
-    ledger = Ledger()
-    with checkpoint.stage(spec.out, spec.overwrite) as staging:
-        writer = torch_dist.TorchDistWriter(staging)
-        with console.progress("converting", plan.bytes_out, "B") as bar:
-            for move in moves.moves:
-                task = move.task
-                sources = [_cast(tensors.read(ref), move.dtype) for ref in move.sources]
-                native = pack(task, sources)
-                writer.put(task.key, native, None if task.layer is None else (task.layer, task.layers))
-                ledger.used.update(ref.name for ref in move.sources)
-                ledger.written[task.native] += native.numel()
-                bar.advance(move.nbytes)
-        writer.finish(torch_dist.release_state(job.family, job.config, job.vocab_rows, job.hf_dir))
-        sources_used = {ref.name for move in moves.moves for ref in move.sources}
-        ledger.settle(sources_used, {m.task.native: prod(m.task.shape) for m in moves.moves}, spec.out)
-        torch_dist.write_megatron_sidecar(staging, carried_files(job, spec.dtype))
+    source, target = plan.read, plan.made
+    if source is None or target is None:
+        raise MstError("the plan holds no files to write")
+    check_replicas(source)
+    parent, parent_dirs = parent_of(source, plan.lossless)
+    settings = spec.changing_bytes()
+    mark = blake3(json.dumps([VERSION, parent.id, settings], sort_keys=True).encode()).hexdigest()
+    with checkpoint.stage(spec.out, spec.overwrite, keep=_resumed if spec.resume else None) as staging:
+        with console.progress("converting", target.nbytes, "B") as bar:
+            copy = Copying(target.recipe, staging, spec.workers, bar.advance, mark, spec.resume)
+            copy.run()
+        for name, content in target.last.items():
+            staging.write(name, content)
+        carried = carried_files(source, spec.dtype or written_dtype(source))
+        if spec.to == "hf":
+            write_files(staging, carried)
+        else:
+            torch_dist.write_megatron_sidecar(staging, carried)
+        report = verifying.settle(copy, source, target) | verifying.verify(spec, source, target, staging)
+        verifying.write_report(staging, report)
         made = staging.commit(
             kind="model",
-            layout="megatron",
-            encoding={
-                "keys": "te",
-                "form": "stacked",
-                "vocab_padding": spec.vocab_padding,
-                "vocab_rows": job.vocab_rows,
-                "vocab_fill": "zeros",
-                **({"lm_head": "copy"} if moves.lm_head is not None else {}),
-            },
-            model=job.model.info(_dtype(moves.moves[0].dtype)),
+            layout=spec.to,
+            encoding=_encoding(spec, source, target),
+            model=source.model.info(TORCH_NAMES[target.wanted[0][1]]),
             parents=[parent],
             parent_dirs=parent_dirs,
             tool=TOOL,
-            settings=spec.changing_bytes(),
-            notes=_notes(ledger, plan),
+            settings=settings,
+            notes={**report, "left_out": plan.left_out},
         )
-    return _result(spec, plan, made, ledger)
+    console.say(
+        f"{report['sources']} source tensors used once, {report['elements']:,} elements written once,"
+        f" {manifest.short(made.id)}"
+    )
+    data = {"out": str(spec.out), "id": made.id, "lossless": plan.lossless, **report}
+    return Result(text=str(spec.out), data=data)
 
 
-def _to_hf(spec: ConvertSpec, plan: ConvertPlan) -> Result:
-    job = plan.job
-    moves = job.exports
-    parent, parent_dirs = parent_of(job, plan.lossless)
-    targets = {s.name: (move.dtype, s.shape) for move in moves.moves for s in move.task.hf}
-    if job.emit_lm_head:
-        targets[LM_HEAD] = targets[EMBEDDING]
-    # A tied copy follows its embedding, so that one reading serves both.
-    order = [name for name in targets if name != LM_HEAD or not job.emit_lm_head]
-    if job.emit_lm_head:
-        order.insert(order.index(EMBEDDING) + 1, LM_HEAD)
-    ledger = Ledger()
-    with checkpoint.stage(spec.out, spec.overwrite) as staging:
-        wanted = [(name, *targets[name]) for name in order]
-        writer = tensors.write_hf(staging, wanted, int(spec.max_shard_size))
-        with console.progress("converting", plan.bytes_out, "B") as bar:
-            for move in moves.moves:
-                native = _cast(torch_dist.read(move.stored, move.layer), move.dtype)
-                for spec_, tensor in zip(move.task.hf, unpack(move.task, native), strict=True):
-                    copies = [spec_.name, LM_HEAD] if job.emit_lm_head and spec_.name == EMBEDDING else [spec_.name]
-                    for name in copies:
-                        writer.put(name, tensor)
-                        ledger.written[name] += tensor.numel()
-                ledger.used[_place(move.stored, move.layer)] += 1
-                bar.advance(move.nbytes)
-        writer.finish()
-        ledger.settle(_places(moves), {name: prod(shape) for name, (_, shape) in targets.items()}, spec.out)
-        for name, source in carried_files(job, written_dtype(moves)).items():
-            if isinstance(source, bytes):
-                staging.write(name, source)
-            else:
-                staging.copy(source, name)
-        made = staging.commit(
-            kind="model",
-            layout="hf",
-            model=job.model.info(_dtype(moves.moves[0].dtype)),
-            parents=[parent],
-            parent_dirs=parent_dirs,
-            tool=TOOL,
-            settings=spec.changing_bytes(),
-            notes=_notes(ledger, plan),
-        )
-    return _result(spec, plan, made, ledger)
+def _resumed(staged: Path) -> Collection[str]:
+    return {copying.JOURNAL, *copying.read_journal(staged / copying.JOURNAL)}
 
 
-def _imports(job: Job) -> Imports:
-    if not isinstance(job.moves, Imports):
-        raise MstError("the plan holds no moves to Megatron")
-    return job.moves
-
-
-def _cast(tensor: Tensor, dtype: str) -> Tensor:
-    return tensor.to(tensors.torch_dtype(dtype))
-
-
-def _dtype(name: str) -> str:
-    return TORCH_NAMES[name]
-
-
-def _place(stored: StoredTensor, layer: int | None) -> str:
-    return stored.key if layer is None else f"{stored.key}[{layer}]"
-
-
-def _places(moves: Exports) -> set[str]:
-    """Every stored tensor, layer by layer where it is stacked."""
-    stored = {move.stored.key: (move.stored, move.layer) for move in moves.moves}
-    return {
-        _place(tensor, layer)
-        for tensor, stacked in stored.values()
-        for layer in (range(tensor.shape[0]) if stacked is not None else [None])
+def _encoding(spec: ConvertSpec, source: Source, target: Target) -> dict[str, Any]:
+    """What the layout leaves open."""
+    kept: dict[str, Any] = {"dialect": source.dialect} if source.dialect else {}
+    if spec.to == "hf":
+        return kept
+    if source.copies:
+        kept["duplicates"] = list(source.copies)
+    common = {
+        "vocab_padding": spec.vocab_padding,
+        "vocab_rows": source.model.dims.vocab + target.padding_rows,
+        "vocab_fill": "zeros",
+        **kept,
     }
+    if spec.to == "megatron-legacy":
+        sizes = {"tp": spec.tp, "pp": spec.pp, "vp": spec.vp, "ep": spec.ep}
+        return {"spec": spec.spec, "experts": spec.experts, **sizes, **common}
+    return {"spec": spec.spec, "form": target.form, **common}
 
 
-def _check_tied_copy(moves: Imports) -> None:
-    """A tied model may ship its lm_head, but only as the embedding's copy: else something would be lost."""
-    head = moves.lm_head
-    embedding = next(ref for move in moves.moves for ref in move.sources if ref.name == EMBEDDING)
-    if head is not None and not torch.equal(tensors.read(head), tensors.read(embedding)):
-        raise InputError(
-            f"config.json says tied, but {LM_HEAD} differs from {EMBEDDING}",
-            where=head.file,
-            hint="if it was trained apart, set tie_word_embeddings to false in config.json; else remove the tensor",
-        )
+def check_replicas(source: Source) -> None:
+    """What is there twice must be there twice the same, or something would be lost. Compared piece by piece."""
+    reading = Sources()
+    step = copying.PIECE
+    for copy, original in source.replicas:
+        for start in range(0, copy.nbytes, step):
+            size = min(step, copy.nbytes - start)
+            if _bytes(reading, copy, start, size) != _bytes(reading, original, start, size):
+                raise InputError(
+                    f"{copy.name} differs from {original.name}, which it should be a copy of",
+                    where=copy.place.file if copy.place else None,
+                    hint="if a tied head was trained apart, set tie_word_embeddings to false in config.json; else one"
+                    " of the two is damaged",
+                )
+    reading.close()
 
 
-def written_dtype(moves: Exports) -> str | None:
+def _bytes(reading: Sources, array: Array, start: int, size: int) -> bytearray:
+    data = bytearray(size)
+    reading.read(array, start, memoryview(data))
+    return data
+
+
+def written_dtype(source: Source) -> str | None:
     """The one dtype of all weights, or None where they differ."""
-    dtypes = {move.dtype for move in moves.moves}
-    return next((name for name, cast in accounts.CASTS.items() if dtypes == {cast}), None)
+    dtypes = {dtype for found in source.dtypes.values() for dtype in found}
+    return next((name for name, cast in CASTS.items() if dtypes == {cast}), None)
 
 
-def carried_files(job: Job, dtype: str | None) -> dict[str, Path | bytes]:
+def carried_files(source: Source, dtype: str | None) -> dict[str, Path | bytes]:
     """config.json and the files that travel with it; config.json is rewritten only where it names another dtype."""
     carried: dict[str, Path | bytes] = {
-        name: job.hf_dir / name for name in ("config.json", *CARRIED) if (job.hf_dir / name).is_file()
+        name: source.hf_dir / name for name in ("config.json", *CARRIED) if (source.hf_dir / name).is_file()
     }
-    named = job.config.get("dtype", job.config.get("torch_dtype"))
-    if dtype is not None and named is not None and named != _dtype(accounts.CASTS[dtype]):
-        key = "dtype" if "dtype" in job.config else "torch_dtype"
-        changed = {**job.config, key: _dtype(accounts.CASTS[dtype])}
-        carried["config.json"] = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+    named = source.config.get("dtype", source.config.get("torch_dtype"))
+    if dtype is not None and source.layout != "hf" or dtype is not None and dtype != written_dtype(source):
+        cast = TORCH_NAMES[CASTS[dtype or "fp32"]]
+        if named is not None and named != cast:
+            key = "dtype" if "dtype" in source.config else "torch_dtype"
+            changed = {**source.config, key: cast}
+            carried["config.json"] = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
     return carried
 
 
-def parent_of(job: Job, lossless: bool, role: manifest.Role = "source") -> tuple[Parent, list[Path]]:
+def write_files(staging: Staging, carried: dict[str, Path | bytes]) -> None:
+    """Small files beside the weights."""
+    for name, origin in carried.items():
+        if isinstance(origin, bytes):
+            staging.write(name, origin)
+        else:
+            staging.copy(origin, name)
+
+
+def parent_of(source: Source, lossless: bool, role: manifest.Role = "source") -> tuple[Parent, list[Path]]:
     """The source as a parent. A Megatron directory that mst did not write is named by its files' hashes."""
-    if job.parent is None and not isinstance(job.moves, Imports):
-        entries = [(path.name, files.hash_file(path)[1]) for path in _weight_files(job.exports, job.source)]
+    if source.parent is None and source.layout != "hf":
+        entries = [(path.name, files.hash_file(path)[1]) for path in source.weight_files()]
         digest = files.group_digest(entries)
         return Parent(role=role, id=f"blake3:{digest}", weights=digest, lossless=lossless), []
-    made = manifest.identify(job.source)
-    return Parent(role=role, id=made.id, weights=made.digests.weights, lossless=lossless), [job.source]
-
-
-def _weight_files(moves: Exports, source: Path) -> list[Path]:
-    data = {chunk.file for move in moves.moves for chunk in move.stored.chunks}
-    return sorted({*data, torch_dist.checkpoint_dir(source) / ".metadata"})
-
-
-def _notes(ledger: Ledger, plan: ConvertPlan) -> dict[str, Any]:
-    return {
-        "sources_used_once": len(ledger.used),
-        "elements_written_once": sum(ledger.written.values()),
-        "left_out": plan.left_out,
-    }
-
-
-def _result(spec: ConvertSpec, plan: ConvertPlan, made: manifest.Manifest, ledger: Ledger) -> Result:
-    sources, written = len(ledger.used), sum(ledger.written.values())
-    console.say(f"{sources} source tensors used once, {written:,} elements written once, {manifest.short(made.id)}")
-    data = {"out": str(spec.out), "id": made.id, "lossless": plan.lossless, "sources": sources, "elements": written}
-    return Result(text=str(spec.out), data=data)
+    made = manifest.identify(source.directory)
+    return Parent(role=role, id=made.id, weights=made.digests.weights, lossless=lossless), [source.directory]

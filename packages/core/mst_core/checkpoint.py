@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -90,7 +90,7 @@ class Staging:
         except BaseException:
             file.abandon()
             raise
-        self._enter(name, *file.close())
+        self.enter(name, *file.close())
 
     def write(self, name: str, content: bytes | str) -> None:
         """A small file at once."""
@@ -103,9 +103,13 @@ class Staging:
             while block := reader.read(_WRITE):
                 file.write(block)
 
+    def entry(self, name: str) -> FileEntry:
+        """What is known of a file that was written."""
+        return self._files[name]
+
     def adopt(self, name: str) -> None:
         """A file that a library wrote into ``path``: hashed by reading it, and fsynced."""
-        self._enter(name, *self._read_back(name))
+        self.enter(name, *self._read_back(name))
 
     def attach(self, name: str) -> None:
         """A file in ``path`` that belongs to the directory but not to its id: metrics, plots, logs, reports."""
@@ -162,7 +166,8 @@ class Staging:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _enter(self, name: str, count: int, digest: str) -> None:
+    def enter(self, name: str, count: int, digest: str) -> None:
+        """A file in ``path`` that its writer hashed while it wrote it, and fsynced."""
         self._files[name] = FileEntry(path=name, bytes=count, blake3=digest)
 
     def _read_back(self, name: str) -> tuple[int, str]:
@@ -211,8 +216,12 @@ def check_free(out: Path, needed: int) -> None:
 
 
 @contextmanager
-def stage(out: Path, overwrite: bool = False) -> Iterator[Staging]:
+def stage(
+    out: Path, overwrite: bool = False, keep: Callable[[Path], Collection[str]] | None = None
+) -> Iterator[Staging]:
     """A directory in the making. If the block ends without ``commit``, nothing of it is left.
+
+    ``keep`` names the files (relative to the directory) that a killed run left and this one goes on with.
 
     Raises InputError if ``out`` exists (without ``overwrite``), if another process is at work on it, or if the disk
     is full.
@@ -224,7 +233,7 @@ def stage(out: Path, overwrite: bool = False) -> Iterator[Staging]:
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock(staging.path, out)
     try:
-        _clear(staging.path)
+        _clear(staging.path, keep(staging.path) if keep else ())
         yield staging
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -278,12 +287,14 @@ def _lock(path: Path, out: Path) -> int:
         os.close(handle)
 
 
-def _clear(path: Path) -> None:
-    for child in path.iterdir():
-        if child.is_dir() and not child.is_symlink():
+def _clear(path: Path, keep: Collection[str]) -> None:
+    """Remove what a killed run left, but the files to ``keep``."""
+    for name in files.listing(path):
+        if name not in keep:
+            (path / name).unlink()
+    for child in sorted(path.iterdir()):
+        if child.is_dir() and not child.is_symlink() and not any(Path(name).parts[0] == child.name for name in keep):
             shutil.rmtree(child)
-        else:
-            child.unlink()
 
 
 def _rename(source: Path, target: Path, flags: int) -> bool:

@@ -60,6 +60,7 @@ TORCH_NAMES = {
     "F64": "float64",
 }
 """Names of the format to names of torch ("BF16": "bfloat16")."""
+WEIGHT_DTYPES = ("BF16", "F16", "F32")
 DTYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 
@@ -131,9 +132,9 @@ def _no_weights(model_dir: Path) -> InputError:
         )
     if any(model_dir.glob("*.bin")):
         return InputError(
-            "holds weights as pickle (.bin), which can run code when they are read",
+            "holds weights as pickle (.bin), which mst-convert reads and the other tools do not",
             where=model_dir,
-            hint="save the model again with safetensors (transformers: save_pretrained)",
+            hint=f"mst-convert --model {model_dir} --to megatron (and back --to hf)",
         )
     return InputError(f"holds neither {SINGLE} nor {INDEX}", where=model_dir, hint="give a Hugging Face directory")
 
@@ -261,27 +262,41 @@ def wanted_bytes(item: Wanted) -> int:
     return prod(item[2]) * DTYPE_BYTES[item[1]]
 
 
+def safetensors_header(wanted: Sequence[Wanted], metadata: Mapping[str, str] | None = None) -> bytes:
+    """All that stands before the data of a file with these tensors, in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **(metadata or {})}.items()))}
+    position = 0
+    for item in wanted:
+        end = position + wanted_bytes(item)
+        header[item[0]] = {"dtype": item[1], "shape": list(item[2]), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def shard_name(number: int, count: int) -> str:
+    """The name of a weight file of ``count``."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def index_json(files: Mapping[str, str], nbytes: int) -> bytes:
+    """The index of a sharded directory: which file has which tensor."""
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
 class SafetensorsWriter:
     """One file, tensor by tensor, in the order given: the header is known before the first byte of data."""
 
     def __init__(
         self, staging: Staging, name: str, wanted: Sequence[Wanted], metadata: Mapping[str, str] | None = None
     ) -> None:
-        header: dict[str, Any] = {"__metadata__": dict(sorted({"format": "pt", **(metadata or {})}.items()))}
-        position = 0
-        for item in wanted:
-            tensor_name, dtype, shape = item
-            end = position + wanted_bytes(item)
-            header[tensor_name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-            position = end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
         self.name = name
         self._waiting = list(wanted)
         self._context = staging.open(name)
         self._file: HashingFile = self._context.__enter__()
-        self._file.write(len(text).to_bytes(8, "little"))
-        self._file.write(text)
+        self._file.write(safetensors_header(wanted, metadata))
 
     @property
     def done(self) -> bool:
@@ -327,12 +342,10 @@ class HFWriter:
     def __init__(self, staging: Staging, wanted: Iterable[Wanted], max_shard_bytes: int) -> None:
         self._staging = staging
         parts = shards(list(wanted), max_shard_bytes)
-        count = len(parts)
-        names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        self._parts = list(zip(names, parts, strict=True))
+        self._parts = [(shard_name(number, len(parts)), part) for number, part in enumerate(parts)]
         self._index = {item[0]: name for name, part in self._parts for item in part}
         self._bytes = sum(wanted_bytes(item) for part in parts for item in part)
-        self._sharded = count > 1
+        self._sharded = len(parts) > 1
         self._current: SafetensorsWriter | None = None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -350,8 +363,7 @@ class HFWriter:
         if self._current is not None or any(part for _, part in self._parts):
             raise InputError("not all tensors were written", where=INDEX)
         if self._sharded:
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._index.items()))}
-            self._staging.write(INDEX, json.dumps(index, indent=2) + "\n")
+            self._staging.write(INDEX, index_json(self._index, self._bytes))
 
 
 def write_hf(staging: Staging, wanted: Iterable[Wanted], max_shard_bytes: int = 5_000_000_000) -> HFWriter:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mst_core import torch_pickle
+from mst_core.blocks import Array, Block, Place
 from mst_core.errors import InputError
+from mst_core.families import Task
 from mst_core.tensors import DTYPE_BYTES, read_into, read_json, torch_dtype
 
 # The writer belongs to this format, and those who read its contract look for it here.
-from mst_core.torch_dist_write import TorchDistWriter, release_state, write_megatron_sidecar
+from mst_core.torch_dist_write import TorchDistWriter, Written, objects, release_state, write_megatron_sidecar
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +31,15 @@ __all__ = [
     "Contents",
     "StoredTensor",
     "TorchDistWriter",
+    "Written",
+    "blocks",
     "checkpoint_dir",
     "common_state",
     "find",
     "is_megatron",
+    "data_offset",
     "metadata",
+    "objects",
     "read",
     "read_chunk",
     "release_state",
@@ -87,10 +93,8 @@ def is_megatron(model_dir: Path) -> bool:
     return (model_dir / TRACKER).is_file() or (model_dir / ".metadata").is_file()
 
 
-def checkpoint_dir(model_dir: Path) -> Path:
-    """The directory with the weights: what the tracker names, or ``model_dir`` itself. InputError otherwise."""
-    if (model_dir / ".metadata").is_file():
-        return model_dir
+def iteration_dir(model_dir: Path) -> Path:
+    """The directory that the tracker names. InputError if there is none."""
     tracker = model_dir / TRACKER
     if not tracker.is_file():
         hint = "give a Megatron checkpoint, or convert: mst-convert --model HF_DIR --to megatron --out DIR"
@@ -101,10 +105,22 @@ def checkpoint_dir(model_dir: Path) -> Path:
     found = model_dir / ("release" if named == "release" else f"iter_{int(named):07d}")
     if not found.is_dir():
         raise InputError(f"names {named}, but {found.name}/ does not exist", where=tracker)
+    return found
+
+
+def checkpoint_dir(model_dir: Path) -> Path:
+    """The directory with the weights: what the tracker names, or ``model_dir`` itself. InputError otherwise."""
+    if (model_dir / ".metadata").is_file():
+        return model_dir
+    found = iteration_dir(model_dir)
     if not (found / ".metadata").is_file():
-        legacy = any(found.glob("mp_rank_*"))
-        what = "is a legacy checkpoint (mp_rank_*)" if legacy else "holds no .metadata"
-        raise InputError(what, where=found, hint="only torch_dist checkpoints can be read")
+        if any(found.glob("mp_rank_*")):
+            raise InputError(
+                "is a legacy checkpoint (mp_rank_*)",
+                where=found,
+                hint=f"convert it: mst-convert --model {model_dir} --to megatron --out DIR",
+            )
+        raise InputError("holds no .metadata", where=found, hint="copy the whole checkpoint directory again")
     return found
 
 
@@ -245,24 +261,58 @@ def read(stored: StoredTensor, layer: int | None = None) -> torch.Tensor:
     return out
 
 
+def blocks(stored: StoredTensor, task: Task, layer: int | None) -> list[Block]:
+    """Where the elements of a task's matrix are; ``layer`` is the layer to take of a stacked tensor.
+
+    InputError for axes other than [layer][expert] rows, columns.
+    """
+    lead = int(layer is not None) + int(task.experts is not None)
+    item, found = DTYPE_BYTES[stored.dtype], []
+    each = stored.shape[lead] if len(stored.shape) > lead else 1
+    for number, chunk in enumerate(stored.chunks):
+        sizes, offsets = chunk.sizes, chunk.offsets
+        if layer is not None and not offsets[0] <= layer < offsets[0] + sizes[0]:
+            continue
+        inner = sizes[lead:]
+        if inner[2:] != stored.shape[lead + 2 :]:
+            raise InputError("is cut along more than two axes", where=stored.key)
+        rows, columns = inner[0], prod(inner[1:])
+        first = 0 if layer is None else (layer - offsets[0]) * prod(sizes[1:])
+        column = offsets[lead + 1] * prod(inner[2:]) if len(inner) > 1 else 0
+        for e in range(1 if task.experts is None else sizes[lead - 1]):
+            skip = (first + e * rows * columns) * item
+            place = Place(chunk.file, chunk.file_offset, chunk.length, skip, chunk.sizes)
+            array = Array(f"{stored.key}[{number}.{e}]", stored.dtype, rows, columns, place)
+            expert = 0 if task.experts is None else offsets[lead - 1] + e
+            found.append(Block(expert * each + offsets[lead], rows, column, columns, array))
+    return found
+
+
+def data_offset(place: Place, dtype: str) -> int:
+    """Where in its file the data of an archive begins. InputError if it holds something else than was expected."""
+    with place.file.open("rb", buffering=0) as file:
+
+        def piece(offset: int, count: int) -> bytes:
+            file.seek(place.offset + offset)
+            return file.read(count)
+
+        where = f"{place.file}@{place.offset}"
+        found, shape, start, nbytes = torch_pickle.tensor_data(piece, place.archive_bytes, where)
+    if (found, shape) != (dtype, place.shape) or nbytes != prod(shape) * DTYPE_BYTES[dtype]:
+        raise InputError(f"holds {found} {list(shape)}, .metadata says {dtype} {list(place.shape)}", where=where)
+    return place.offset + start
+
+
 def read_chunk(chunk: Chunk, dtype: str) -> torch.Tensor:
     """The tensor of one archive, its data read in place of the archive's ``data/0`` entry."""
     import torch
 
+    start = data_offset(Place(chunk.file, chunk.file_offset, chunk.length, 0, chunk.sizes), dtype)
+    data = bytearray(prod(chunk.sizes) * DTYPE_BYTES[dtype])
     with chunk.file.open("rb", buffering=0) as file:
-
-        def piece(offset: int, count: int) -> bytes:
-            file.seek(chunk.file_offset + offset)
-            return file.read(count)
-
-        where = f"{chunk.file}@{chunk.file_offset}"
-        found, shape, start, nbytes = torch_pickle.tensor_data(piece, chunk.length, where)
-        if (found, shape) != (dtype, chunk.sizes) or nbytes != prod(shape) * DTYPE_BYTES[dtype]:
-            raise InputError(f"holds {found} {list(shape)}, .metadata says {dtype} {list(chunk.sizes)}", where=where)
-        data = bytearray(nbytes)
-        file.seek(chunk.file_offset + start)
+        file.seek(start)
         read_into(file, memoryview(data), chunk.file)
-    return torch.frombuffer(data, dtype=torch_dtype(dtype)).reshape(shape)
+    return torch.frombuffer(data, dtype=torch_dtype(dtype)).reshape(chunk.sizes)
 
 
 def common_state(directory: Path) -> dict[str, Any]:

@@ -1,18 +1,21 @@
-"""The one writer of Megatron checkpoints in the house: torch_dist, stacked, streamed one tensor at a time.
+"""The one writer of Megatron's torch_dist checkpoints in the house, one tensor at a time.
 
-Layout (MEGATRON.md): ``PREFIX/__0_0.distcp`` holds one ``torch.save`` archive a chunk, one chunk ``(1, ...)`` a layer
-of ``decoder.layers.<param>``; ``.metadata``, ``metadata.json``; the tracker file and ``hf/`` beside. Nothing in the
-bytes depends on time, path, process or the version of torch.
+Layout (MEGATRON.md): ``PREFIX/__0_*.distcp`` hold one ``torch.save`` archive a chunk, one chunk a layer (and expert);
+``.metadata``, ``metadata.json``; the tracker file and ``hf/`` beside. Nothing in the bytes depends on time, path, process
+or the version of torch. ``Layout`` is for copying from files, ``TorchDistWriter`` for tensors in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mst_core import torch_pickle
+from mst_core import archive, torch_pickle
+from mst_core.blocks import Array
 from mst_core.errors import InputError
 from mst_core.tensors import dtype_name, raw
 from mst_core.torch_pickle import Call, Instance
@@ -21,108 +24,196 @@ if TYPE_CHECKING:
     import torch
 
     from mst_core.checkpoint import HashingFile, Staging
-    from mst_core.families import Config, Family
+    from mst_core.families import Config, Family, Task
 
-DATA = "__0_0.distcp"
 META = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
-LAYER_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Modules with an ``_extra_state`` object in the local or the TransformerEngine spec. A missing one fails Megatron's
-default strict load and a surplus one is ignored, so all are written."""
-FINAL_EXTRA_STATE = "decoder.final_layernorm"
+
+@dataclass(frozen=True)
+class Written:
+    """A chunk of a tensor: the key, dtype and shape of the whole, where this chunk begins and how large it is."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def chunk_of(task: Task, key: str, dtype: str, stacked: bool, expert: int = 0) -> Written:
+    """The chunk of a native tensor, or of one expert of it: [layer,] [expert,] rows, columns."""
+    lead = ((task.layers,) if stacked else ()) + ((task.experts,) if task.experts else ())
+    at = ((task.layer or 0,) if stacked else ()) + ((expert,) if task.experts else ())
+    inner = task.shape[1:] if task.experts else task.shape
+    return Written(key, dtype, (*lead, *inner), (*at, *(0 for _ in inner)), (*(1 for _ in lead), *inner))
+
+
+def data_name(number: int) -> str:
+    """The name of a data file."""
+    return f"__0_{number}.distcp"
+
+
+class Layout:
+    """Where every chunk and object stands in which file, known before a byte of weights is read.
+
+    chunks    each with the array that is copied into it, in order
+    objects   (key, value) of what is no tensor; they follow the chunks in the last file
+    """
+
+    def __init__(
+        self, chunks: Sequence[tuple[Written, Array]], objects: Iterable[tuple[str, Any]], max_file_bytes: int
+    ) -> None:
+        parts: list[list[list[tuple[str, bytes | Array]]]] = [[]]
+        self._places: list[Place] = []
+        self._chunks = [chunk for chunk, _ in chunks]
+        self._objects: list[str] = []
+        position = 0
+        for chunk, array in chunks:
+            if position and position + array.nbytes > max_file_bytes:
+                parts.append([])
+                position = 0
+            entries = archive.tensor_entries(torch_pickle.pickled_tensor(chunk.dtype, chunk.sizes), [array])
+            length = archive.length(entries)
+            self._places.append((chunk.key, chunk.offsets, data_name(len(parts) - 1), position, length))
+            parts[-1].append(entries)
+            position += length
+        for key, value in objects:
+            # megatron-core keeps every object in a list of one.
+            entries = archive.object_entries(torch_pickle.dumps([value]))
+            length = archive.length(entries)
+            self._objects.append(key)
+            self._places.append((key, None, data_name(len(parts) - 1), position, length))
+            parts[-1].append(entries)
+            position += length
+        self._parts = {data_name(number): part for number, part in enumerate(parts)}
+
+    @property
+    def files(self) -> list[str]:
+        """The data files, in order."""
+        return list(self._parts)
+
+    def segments(self, file: str) -> Iterator[archive.Segment]:
+        """A data file."""
+        for entries in self._parts[file]:
+            yield from archive.segments(entries)
+
+    def index(self) -> dict[str, bytes]:
+        """``.metadata`` and ``metadata.json``."""
+        return index(self._chunks, self._objects, self._places)
+
+
+Place = tuple[str, tuple[int, ...] | None, str, int, int]
+"""Key, offsets (None: an object), file, position in it, length."""
+
+
+def index(chunks: Iterable[Written], objects: Iterable[str], places: Iterable[Place]) -> dict[str, bytes]:
+    """``.metadata`` and ``metadata.json``. InputError if a key's chunks do not fill it."""
+    entries: dict[str, Any] = {}
+    grouped: dict[str, list[Written]] = {}
+    for chunk in chunks:
+        grouped.setdefault(chunk.key, []).append(chunk)
+    for key, parts in grouped.items():
+        first = parts[0]
+        if sum(prod(part.sizes) for part in parts) != prod(first.shape):
+            raise InputError(f"{len(parts)} chunks do not fill {list(first.shape)}", where=key)
+        listed = [
+            Instance(f"{META}.ChunkStorageMetadata", {"offsets": _size(part.offsets), "sizes": _size(part.sizes)})
+            for part in parts
+        ]
+        properties = Instance(f"{META}.TensorProperties", _properties(first.dtype))
+        state = {"properties": properties, "size": _size(first.shape), "chunks": listed}
+        entries[key] = Instance(f"{META}.TensorStorageMetadata", state)
+    for key in objects:
+        entries[key] = Instance(f"{META}.BytesStorageMetadata", {})
+    storage: list[tuple[Instance, Instance]] = []
+    for key, offsets, file, start, length in places:
+        where = None if offsets is None else _size(offsets)
+        found = Instance(f"{META}.MetadataIndex", {"fqn": key, "index": None, "offset": where})
+        info = Instance(STORAGE_INFO, {"relative_path": file, "offset": start, "length": length})
+        storage.append((found, info))
+    state = {
+        "state_dict_metadata": entries,
+        "planner_data": None,
+        "storage_data": torch_pickle.Pairs(storage),
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
+    backend = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    return {
+        ".metadata": torch_pickle.dumps(Instance(f"{META}.Metadata", state)),
+        "metadata.json": backend.encode(),
+    }
+
+
+def extra_states(named: Iterable[tuple[Task, str, bool]]) -> list[tuple[str, Any]]:
+    """The ``_extra_state`` objects of a model: one for each module that has a weight, and for each core attention.
+
+    Megatron's default strict load fails for a missing one and ignores a surplus one, so all that the local or the
+    TransformerEngine spec could ask for are written. ``named`` are tasks with their key and whether it is stacked.
+    """
+    modules: dict[str, None] = {}
+    for task, key, stacked in named:
+        module = key.rpartition(".")[0]
+        count = task.experts or 1
+        for expert in range(count):
+            at = ([task.layer] if stacked else []) + ([expert] if task.experts else [])
+            of = ([task.layers] if stacked else []) + ([count] if task.experts else [])
+            shard = f"{'.'.join(map(str, at)) or 0}_{'.'.join(map(str, of)) or 1}"
+            modules[f"{module}._extra_state/shard_{shard}"] = None
+            inside, found, _ = module.partition(".self_attention.")
+            if found:
+                modules[f"{inside}.self_attention.core_attention._extra_state/shard_{shard}"] = None
+    return [(key, None) for key in modules]
+
+
+def objects(named: Iterable[tuple[Task, str, bool]], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """All objects of a checkpoint: extra states, and ``state`` as the common state."""
+    return [*extra_states(named), ("common_state/shard_0_1", dict(state))]
 
 
 class TorchDistWriter:
-    """``put`` every tensor, then ``finish``. Files go through ``staging`` (hashed while written) under ``prefix``/."""
+    """``put`` every tensor, then ``finish``: for engines, which have tensors and not files to copy from."""
 
     def __init__(self, staging: Staging, prefix: str = "release") -> None:
         self._staging = staging
         self.prefix = prefix
-        self._context = staging.open(f"{prefix}/{DATA}")
+        self._context = staging.open(f"{prefix}/{data_name(0)}")
         self._file: HashingFile = self._context.__enter__()
         self._position = 0
-        self._tensors: dict[str, tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {}
+        self._chunks: list[Written] = []
+        self._whole: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._objects: list[str] = []
-        self._storage: list[tuple[str, tuple[int, ...] | None, int, int]] = []
-        self._layers = 0
+        self._places: list[Place] = []
 
-    def put(self, key: str, tensor: torch.Tensor, layer: tuple[int, int] | None = None) -> None:
-        """Append a tensor; ``layer=(i, L)``: as layer i of the stacked key, which has L layers in all.
+    def put(self, chunk: Written, tensor: torch.Tensor) -> None:
+        """Append a chunk. InputError: twice, or a shape or dtype unlike the other chunks of its key."""
+        whole = (dtype_name(tensor.dtype), chunk.shape)
+        fits = self._whole.setdefault(chunk.key, whole) == whole == (chunk.dtype, chunk.shape)
+        if not fits or (chunk.key, chunk.offsets) in self._seen or tensor.numel() != prod(chunk.sizes):
+            raise InputError(
+                f"{whole[0]} {list(chunk.shape)} at {list(chunk.offsets)} does not fit what was written",
+                where=chunk.key,
+            )
+        self._seen.add((chunk.key, chunk.offsets))
+        self._chunks.append(chunk)
+        pickled = torch_pickle.pickled_tensor(chunk.dtype, chunk.sizes)
+        entries = archive.tensor_entries(pickled, [archive.whole(chunk.key, chunk.dtype, chunk.sizes)])
+        self._append(chunk.key, chunk.offsets, archive.write(self._file, entries, raw(tensor)))
 
-        InputError: a layer or key twice, or a shape or dtype unlike that of the other layers.
-        """
-        shape = tuple(tensor.shape) if layer is None else (1, *tensor.shape)
-        whole = shape if layer is None else (layer[1], *tensor.shape)
-        offsets = (0,) * len(shape) if layer is None else (layer[0], *(0 for _ in tensor.shape))
-        dtype = dtype_name(tensor.dtype)
-        known = self._tensors.setdefault(key, (dtype, whole, []))
-        if known[:2] != (dtype, whole) or any(offsets == other for other, _ in known[2]):
-            raise InputError(f"{dtype} {list(whole)} at {list(offsets)} does not fit what was written", where=key)
-        known[2].append((offsets, shape))
-        if layer is not None:
-            self._layers = layer[1]
-        length = torch_pickle.write_archive(self._file, torch_pickle.pickled_tensor(dtype, shape), raw(tensor))
-        self._append(key, offsets, length)
+    def finish(self, objects: Iterable[tuple[str, Any]]) -> None:
+        """Write objects, ``.metadata`` and ``metadata.json``. InputError if a key lacks chunks."""
+        for key, value in objects:
+            self._objects.append(key)
+            self._append(key, None, archive.write(self._file, archive.object_entries(torch_pickle.dumps([value]))))
+        self._context.__exit__(None, None, None)
+        for name, data in index(self._chunks, self._objects, self._places).items():
+            self._staging.write(f"{self.prefix}/{name}", data)
 
     def _append(self, key: str, offsets: tuple[int, ...] | None, length: int) -> None:
-        self._storage.append((key, offsets, self._position, length))
+        self._places.append((key, offsets, data_name(0), self._position, length))
         self._position += length
-
-    def _put_object(self, key: str, value: Any) -> None:
-        # megatron-core keeps every object in a list of one.
-        self._objects.append(key)
-        self._append(key, None, torch_pickle.write_archive(self._file, torch_pickle.dumps([value])))
-
-    def finish(self, common_state: Mapping[str, Any]) -> None:
-        """Write objects, ``.metadata`` and ``metadata.json``. InputError if a stacked key lacks layers."""
-        for key, (_, whole, chunks) in self._tensors.items():
-            if len(chunks) != (whole[0] if len(chunks) > 1 or chunks[0][1] != whole else 1):
-                raise InputError(f"{len(chunks)} of {whole[0]} layers were written", where=key)
-        for module in LAYER_EXTRA_STATE:
-            for layer in range(self._layers):
-                self._put_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{self._layers}", None)
-        self._put_object(f"{FINAL_EXTRA_STATE}._extra_state/shard_0_1", None)
-        self._put_object("common_state/shard_0_1", dict(common_state))
-        self._context.__exit__(None, None, None)
-        self._staging.write(f"{self.prefix}/.metadata", torch_pickle.dumps(self._metadata()))
-        backend = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-        self._staging.write(f"{self.prefix}/metadata.json", backend)
-
-    def _metadata(self) -> Instance:
-        entries: dict[str, Any] = {}
-        for key, (dtype, whole, chunks) in self._tensors.items():
-            listed = [
-                Instance(f"{META}.ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})
-                for offsets, sizes in chunks
-            ]
-            properties = Instance(f"{META}.TensorProperties", _properties(dtype))
-            state = {"properties": properties, "size": _size(whole), "chunks": listed}
-            entries[key] = Instance(f"{META}.TensorStorageMetadata", state)
-        for key in self._objects:
-            entries[key] = Instance(f"{META}.BytesStorageMetadata", {})
-        storage: list[tuple[Instance, Instance]] = []
-        for key, offsets, start, length in self._storage:
-            where = None if offsets is None else _size(offsets)
-            index = Instance(f"{META}.MetadataIndex", {"fqn": key, "index": None, "offset": where})
-            info = Instance(STORAGE_INFO, {"relative_path": DATA, "offset": start, "length": length})
-            storage.append((index, info))
-        state = {
-            "state_dict_metadata": entries,
-            "planner_data": None,
-            "storage_data": torch_pickle.Pairs(storage),
-            "storage_meta": None,
-            "version": "1.0.0",
-        }
-        return Instance(f"{META}.Metadata", state)
 
 
 def _size(values: tuple[int, ...]) -> Call:
@@ -184,8 +275,8 @@ def release_state(family: Family, config: Config, vocab_rows: int, where: Path) 
         "use_rotary_position_embeddings": True,
         "rotary_base": gpt["rotary_base"],
         "rotary_percent": gpt["rotary_percent"],
-        "rotary_interleaved": False,
-        "add_bias_linear": False,
+        "rotary_interleaved": transformer.get("rotary_interleaved", False),
+        "add_bias_linear": transformer["add_bias_linear"],
         "add_qkv_bias": transformer.get("add_qkv_bias", False),
         "qk_layernorm": transformer.get("qk_layernorm", False),
         "swiglu": True,

@@ -3,7 +3,7 @@
 Reading: every global becomes a stub that only remembers its name and its arguments; a name outside the allow-list
 is refused. Writing: a small emitter, because the bytes of pickle and of torch.save change between versions and with
 object identity, and a checkpoint's id must not. A ``torch.save`` archive is a zip of uncompressed entries; a tensor's
-data is the entry ``archive/data/0`` (MEGATRON.md, "torch_dist on disk").
+data is the entry ``archive/data/0`` (MEGATRON.md, "torch_dist on disk"); mst_core.archive writes them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from math import prod
+from pathlib import Path
+from typing import Any
 
 from mst_core.errors import InputError
-from mst_core.tensors import DTYPE_NAMES, TORCH_NAMES, write_slices
-
-ALIGNMENT = 64
-"""Where a tensor's data starts in its archive, as torch.save does it (for mmap)."""
+from mst_core.tensors import DTYPE_BYTES, DTYPE_NAMES, TORCH_NAMES
 
 STORAGES = {
     "F64": "DoubleStorage",
@@ -87,12 +86,14 @@ ALLOWED = (
     "torch.storage.",
     "torch.serialization._get_layout",
     "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_parameter",
     "megatron.core.",
     "argparse.Namespace",
     "signal.Signals",
     "pathlib.",
     "numpy.",
     "_codecs.encode",
+    "_io.BytesIO",
     "collections.OrderedDict",
 )
 
@@ -172,15 +173,66 @@ def tensor_data(read: Callable[[int, int], bytes], length: int, where: str) -> t
     return dtype, shape, start, stored[0].file_size
 
 
-def _layout(tensor: Any, where: str) -> tuple[str, tuple[int, ...]]:
+def open_archive(path: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The object of a ``torch.save`` file, tensors as stubs, and (offset, bytes) of each storage in the file."""
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            infos = {info.filename: info for info in archive.infolist()}
+            pickled = next((name for name in infos if name.endswith("/data.pkl")), None)
+            if pickled is None:
+                raise InputError("an archive holds no data.pkl", where=path)
+            tree = loads(archive.read(pickled), str(path))
+            storages = {}
+            for name, info in infos.items():
+                if "/data/" not in name:
+                    continue
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise InputError("a storage is compressed", where=path)
+                file.seek(info.header_offset)
+                name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+                start = info.header_offset + 30 + name_length + extra_length
+                if start + info.file_size > path.stat().st_size:
+                    raise InputError("is truncated", where=path)
+                storages[name.rpartition("/")[2]] = (start, info.file_size)
+    except zipfile.BadZipFile as error:
+        raise InputError(
+            f"is damaged, or was saved by torch before 1.6: {error}",
+            where=path,
+            hint="save it again with a newer torch",
+        ) from error
+    except (struct.error, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise InputError(f"is damaged: {error}", where=path) from error
+    return tree, storages
+
+
+def stored_tensor(
+    value: Any, storages: Mapping[str, tuple[int, int]], where: str
+) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, offset in the file, bytes) of a tensor stub of ``open_archive``. InputError if it is not dense."""
+    if isinstance(value, Stub) and value.name.startswith("torch._utils._rebuild_parameter"):
+        value = value.args[0]
+    dtype, shape = _layout(value, where, within=True)
+    key, start = str(value.args[0].args[2]), int(value.args[1])
+    if key not in storages:
+        raise InputError("its storage is not in the file", where=where)
+    offset, size = storages[key]
+    skip, nbytes = start * DTYPE_BYTES[dtype], prod(shape) * DTYPE_BYTES[dtype]
+    if start < 0 or skip + nbytes > size:
+        raise InputError("it lies outside its storage", where=where)
+    return dtype, shape, offset + skip, nbytes
+
+
+def _layout(tensor: Any, where: str, *, within: bool = False) -> tuple[str, tuple[int, ...]]:
     if not isinstance(tensor, Stub) or not tensor.name.startswith("torch._utils._rebuild_tensor"):
         raise InputError("a chunk is not a tensor", where=where)
+    if len(tensor.args) < 4 or not isinstance(tensor.args[0], Stub) or len(tensor.args[0].args) < 3:
+        raise InputError("a tensor is not described as torch does it", where=where)
     storage, offset, shape, stride = tensor.args[:4]
     dense, step = True, 1
     for size, jump in zip(reversed(shape), reversed(stride), strict=True):
         dense, step = dense and (size == 1 or jump == step), step * size
-    if offset or not dense:
-        raise InputError("a chunk is not stored row by row", where=where)
+    if (offset and not within) or not dense:
+        raise InputError("a tensor is not stored row by row", where=where)
     kind = storage.args[1]
     name = kind if isinstance(kind, str) else str(kind.name).rsplit(".", 1)[-1]
     for dtype, storage_name in STORAGES.items():
@@ -325,68 +377,22 @@ def _emit_object(out: bytearray, value: Any) -> None:
         raise TypeError(f"no way to pickle a {type(value).__name__}")
 
 
-def pickled_tensor(dtype: str, shape: Sequence[int]) -> bytes:
-    """The data.pkl of one dense tensor."""
+def tensor_value(dtype: str, shape: Sequence[int], storage_key: str = "0") -> Call:
+    """A dense tensor that fills its storage, to be put into a value for ``dumps``."""
     strides, count = [], 1
     for size in reversed(shape):
         strides.append(count)
         count *= size
-    storage = Persistent(("storage", Global(f"torch.{STORAGES[dtype]}"), "0", "cpu", count))
+    storage = Persistent(("storage", Global(f"torch.{STORAGES[dtype]}"), storage_key, "cpu", count))
     args = (storage, 0, tuple(shape), tuple(reversed(strides)), False, Call("collections.OrderedDict", ()))
-    return dumps(Call("torch._utils._rebuild_tensor_v2", args))
+    return Call("torch._utils._rebuild_tensor_v2", args)
+
+
+def pickled_tensor(dtype: str, shape: Sequence[int]) -> bytes:
+    """The data.pkl of one dense tensor."""
+    return dumps(tensor_value(dtype, shape))
 
 
 def torch_dtype_global(dtype: str) -> Global:
     """``torch.bfloat16`` for "BF16"."""
     return Global(f"torch.{TORCH_NAMES[dtype]}")
-
-
-class _Sink(Protocol):
-    def write(self, data: Any, /) -> Any: ...
-
-
-def write_archive(file: _Sink, pickled: bytes, data: memoryview | None = None) -> int:
-    """Write a ``torch.save`` archive of ``pickled`` and its one storage; returns its length in bytes."""
-    entries: list[tuple[str, bytes | memoryview]] = [("data.pkl", pickled), ("byteorder", b"little")]
-    if data is not None:
-        entries.append(("data/0", data))
-    entries.append(("version", b"3\n"))
-    position, directory = 0, bytearray()
-    for name, content in entries:
-        path = f"archive/{name}".encode()
-        crc, size = zlib.crc32(content), len(content)
-        # Over 4 GiB the sizes move to a zip64 field, of which a reader finds the bytes in both headers.
-        zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= 0xFFFFFFFF else b""
-        short = 0xFFFFFFFF if zip64 else size
-        padding = b""
-        if name.startswith("data/"):
-            gap = -(position + 30 + len(path) + len(zip64) + 4) % ALIGNMENT
-            padding = struct.pack("<HH", 0x4246, gap) + b"Z" * gap
-        fixed = struct.pack("<HHHHHIII", 45 if zip64 else 20, 0, 0, 0, 0x21, crc, short, short)
-        local = b"PK\x03\x04" + fixed + struct.pack("<HH", len(path), len(zip64) + len(padding)) + path
-        file.write(local + zip64 + padding)
-        write_slices(file, memoryview(content))
-        directory += _directory_entry(fixed, path, zip64, size, position)
-        position += len(local) + len(zip64) + len(padding) + size
-    tail = bytes(directory) + _end(len(entries), len(directory), position)
-    file.write(tail)
-    return position + len(tail)
-
-
-def _directory_entry(fixed: bytes, path: bytes, zip64: bytes, size: int, offset: int) -> bytes:
-    extra, short = zip64, offset
-    if offset >= 0xFFFFFFFF:
-        sizes = struct.pack("<QQ", size, size) if zip64 else b""
-        extra, short = struct.pack("<HH", 1, len(sizes) + 8) + sizes + struct.pack("<Q", offset), 0xFFFFFFFF
-    rest = struct.pack("<HHHHHII", len(path), len(extra), 0, 0, 0, 0, short)
-    return b"PK\x01\x02" + struct.pack("<H", 45) + fixed + rest + path + extra
-
-
-def _end(count: int, size: int, offset: int) -> bytes:
-    """The end of a zip: a zip64 record and its locator first, where the directory starts beyond 4 GiB."""
-    big = b""
-    if offset >= 0xFFFFFFFF:
-        big = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, offset)
-        big += b"PK\x06\x07" + struct.pack("<IQI", 0, offset + size, 1)
-    short = min(offset, 0xFFFFFFFF)
-    return big + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, count, count, size, short, 0)

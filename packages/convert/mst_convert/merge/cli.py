@@ -10,7 +10,7 @@ def main() -> None:
     run(
         {"merge": (MergeSpec, "mst_convert.merge.plan:plan", "mst_convert.merge.work:work")},
         prog="mst-merge",
-        description="Merge a LoRA adapter (PEFT format) into its base, a Hugging Face or Megatron directory.",
+        description="Merge LoRA adapters (PEFT format) into their base, a Hugging Face or Megatron directory.",
         default="merge",
     )
 

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from mst_convert.accounts import EMBEDDING, LM_HEAD
+from mst_convert.accounts import LM_HEAD
 from mst_convert.merge import adapter as peft
-from mst_convert.merge.adapter import Adapter, Pair
+from mst_convert.merge.adapter import Adapter
 from mst_convert.merge.base import open_base, wanted
+from mst_convert.merge.edits import Delta, Edit, Matcher, conflicts
 from mst_convert.merge.spec import MergeSpec
-from mst_convert.plan import SLACK, Job
+from mst_convert.merge.tying import embedding_of, settle, untied
+from mst_convert.plan import SLACK
+from mst_convert.sources import Source
 from mst_core import checkpoint, console, hub, lineage, manifest, torch_dist
-from mst_core.errors import InputError, MstError, many
+from mst_core.errors import InputError, many
+from mst_core.families import Model
 from mst_core.manifest import Manifest
 from mst_core.spec import Plan
-from mst_core.tensors import TORCH_NAMES, Wanted, wanted_bytes
+from mst_core.tensors import TORCH_NAMES, TensorRef, Wanted, wanted_bytes
 
-Shapes = Mapping[str, Sequence[int]]
+
+@dataclass
+class Matched:
+    """What the adapters do to the base.
+
+    edits   by tensor, in the order of the adapters
+    twins   two edits of which one is done, and that must say the same
+    copies  tensors of the base that an adapter repeats, to be compared
+    """
+
+    edits: dict[str, list[Edit]] = field(default_factory=dict)
+    twins: list[tuple[Edit, Edit]] = field(default_factory=list)
+    copies: list[tuple[str, TensorRef]] = field(default_factory=list)
+
+    def spread(self, model: Model, targets: Iterable[Wanted]) -> None:
+        """Copies of a tensor that the base holds (a tied head, embeddings of extra layers) change with it."""
+        stored = {name for name, _, _ in targets}
+        for copy, original in model.duplicates().items():
+            if copy in stored and original in self.edits:
+                self.edits.setdefault(copy, self.edits[original])
 
 
 class MergePlan(Plan):
@@ -30,75 +53,113 @@ class MergePlan(Plan):
 
     base: str
     layout: str
-    adapter: str
+    adapter: list[str]
+    weights: list[float]
     out: str
     to: str
     architecture: str
-    modules: list[str]
+    edited: list[str]
+    """The base's tensors that change."""
     kinds: dict[str, int]
-    """How many modules of each name: {"q_proj": 32, ...}."""
+    """How many tensors of each name: {"q_proj": 32, ...}."""
     ranks: list[int]
     scales: list[float]
+    untie: bool
     tensors: int
     dtype: str
     bytes_out: int
-    trained_on: str
-    """The id that the adapter says it adapts, or "unverified"."""
-    job: Job = Field(exclude=True, repr=False)
-    lora: Adapter = Field(exclude=True, repr=False)
+    trained_on: list[str]
+    """The id that each adapter says it adapts, or "unverified"."""
+    job: Source = Field(exclude=True, repr=False)
+    model: Model = Field(exclude=True, repr=False)
+    """The model that comes out: the base's, or that untied."""
+    targets: list[Wanted] = Field(exclude=True, repr=False)
+    new_head: str | None = Field(exclude=True, repr=False)
+    """The embedding that an untied head is made of and written after, where the base ships no head."""
+    loras: list[Adapter] = Field(exclude=True, repr=False)
+    matched: Matched = Field(exclude=True, repr=False)
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan for a person."""
         return [
             ("base", f"{self.base} ({self.layout})"),
-            ("adapter", self.adapter),
-            ("adapts", self.trained_on),
+            *(
+                row
+                for adapter, weight, base in zip(self.adapter, self.weights, self.trained_on, strict=True)
+                for row in (("adapter", adapter + (f" * {weight:g}" if weight != 1 else "")), ("adapts", base))
+            ),
             ("to", f"{self.out} ({self.to})"),
             ("model", self.architecture),
-            ("merges", f"{len(self.modules)} of {self.tensors} tensors: {_counts(self.kinds)}"),
-            ("rank", _several(self.ranks)),
-            ("scale", _several(self.scales)),
+            ("merges", f"{len(self.edited)} of {self.tensors} tensors: {_counts(self.kinds)}"),
+            *([("rank", _several(self.ranks)), ("scale", _several(self.scales))] if self.ranks else []),
             ("dtype", f"{self.dtype}; the delta in float32, one rounding"),
             ("bytes", console.size(self.bytes_out)),
+            *([("head", "untied: tie_word_embeddings becomes false")] if self.untie else []),
         ]
 
 
 def plan(spec: MergeSpec) -> MergePlan:
     """Plan a merge. InputError for all that headers and manifests can tell; see docs/merge.md."""
-    source, adapter_dir = hub.resolve(spec.model), hub.resolve(spec.adapter)
-    for place in (source, adapter_dir):
+    source, directories = hub.resolve(spec.model), [hub.resolve(adapter) for adapter in spec.adapter]
+    for place in (source, *directories):
         if spec.out.absolute() == place.absolute():
             raise InputError("--out is one of the inputs", where=spec.out, hint="choose another --out")
     checkpoint.check_out(spec.out, spec.overwrite)
-    made = adapter_manifest(adapter_dir)
+    manifests = [adapter_manifest(directory) for directory in directories]
     job = open_base(source)
-    if made is not None and job.parent is not None:
-        check_base(made, adapter_dir, job.parent, source)
-    lora = peft.read(adapter_dir)
-    targets = wanted(job)
-    check_match(lora, {name: shape for name, _, shape in targets}, tied=job.model.tied)
+    for made, directory in zip(manifests, directories, strict=True):
+        if made is not None and job.parent is not None:
+            check_base(made, directory, job.parent, source)
+    loras = [peft.read(directory) for directory in directories]
+    check_several(loras, spec.factors)
+    model, targets, new_head = _outcome(job, untie=spec.untie)
+    matched = match_all(loras, spec.factors, targets, job.model, untie=spec.untie)
+    matched.spread(model, targets)
     size = sum(map(wanted_bytes, targets))
     checkpoint.check_free(spec.out, size + SLACK)
-    parent = made.parent("base") if made else None
+    parents = [made.parent("base") if made else None for made in manifests]
+    deltas = [edit for edits in matched.edits.values() for edit in edits if isinstance(edit, Delta)]
     return MergePlan(
         title="mst-merge",
         base=str(source),
         layout="megatron" if torch_dist.is_megatron(source) else "hf",
-        adapter=str(adapter_dir),
+        adapter=[str(directory) for directory in directories],
+        weights=list(spec.factors),
         out=str(spec.out),
         to=spec.to,
         architecture=job.family.architecture,
-        modules=[pair.module for pair in lora.pairs],
-        kinds=_kinds(lora.pairs),
-        ranks=sorted({pair.rank for pair in lora.pairs}),
-        scales=sorted({pair.scale for pair in lora.pairs}),
+        edited=[name for name, _, _ in targets if name in matched.edits],
+        kinds=_kinds(matched.edits),
+        ranks=sorted({delta.rank for delta in deltas}),
+        scales=sorted({delta.scale for delta in deltas}),
+        untie=spec.untie,
         tensors=len(targets),
         dtype=_dtypes(targets),
         bytes_out=size,
-        trained_on=parent.id if parent else "unverified",
+        trained_on=[parent.id if parent else "unverified" for parent in parents],
         job=job,
-        lora=lora,
+        model=model,
+        targets=targets,
+        new_head=new_head,
+        loras=loras,
+        matched=matched,
     )
+
+
+def _outcome(job: Source, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:
+    """The model to write, its tensors, and the embedding that a new head follows."""
+    targets = wanted(job)
+    if not untie:
+        return job.model, targets, None
+    if not job.model.tied:
+        raise InputError("--untie: its head is not tied", where=job.directory, hint="leave --untie out")
+    names = [name for name, _, _ in targets]
+    model = job.family.model(untied(job.config), job.hf_dir / "config.json", names=names)
+    if LM_HEAD in names:
+        return model, targets, None
+    place = names.index(embedding_of(names))
+    targets.insert(place + 1, (LM_HEAD, *targets[place][1:]))
+    return model, targets, names[place]
 
 
 def adapter_manifest(directory: Path) -> Manifest | None:
@@ -134,61 +195,64 @@ def other_base(adapter_dir: Path, trained_on: str, base_dir: Path, given: str) -
     )
 
 
-def check_match(lora: Adapter, base: Shapes, *, tied: bool) -> None:
-    """Every pair fits exactly one tensor of the base, and every module that the config targets has a pair.
-
-    Raises one InputError that lists all that do not.
-    """
-    faults: list[MstError] = [
-        InputError(reason, where=pair.module) for pair in lora.pairs if (reason := misfit(pair, base, tied=tied))
-    ]
-    have = {pair.module for pair in lora.pairs}
-    faults += [
-        InputError("target_modules names it, but the adapter has no tensors for it", where=module)
-        for module in _linears(base)
-        if module not in have and peft.is_target(lora.config, module)
-    ]
-    if faults:
+def match_all(
+    loras: Sequence[Adapter], weights: Sequence[float], targets: Iterable[Wanted], model: Model, *, untie: bool
+) -> Matched:
+    """Every adapter's edits by the tensor of the base. One InputError lists all that does not fit."""
+    shapes: dict[str, Sequence[int]] = {name: shape for name, _, shape in targets}
+    embedding = embedding_of(shapes)
+    if model.tied and embedding in shapes:
+        shapes.setdefault(LM_HEAD, shapes[embedding])
+    matched = Matched()
+    for lora, weight in zip(loras, weights, strict=True):
+        one = Matcher(lora, shapes, embedding, weight)
+        one.match()
+        edits, faults = one.edits, one.faults
+        if model.tied:
+            edits, twins, more = settle(edits, embedding, lora.config, untie=untie)
+            matched.twins += twins
+            faults = faults + more
+        if faults:
+            raise many(
+                faults,
+                what=f"{lora.directory} does not fit the base, in {len(faults)} place{'s' if len(faults) > 1 else ''}:",
+                hint="give the base it was trained on, and the adapter as PEFT saved it",
+            )
+        for name, edit in edits:
+            matched.edits.setdefault(name, []).append(edit)
+        for name, ref in one.copies.items():
+            matched.copies.append((embedding if name == LM_HEAD and model.tied else name, ref))
+    clashes = list(conflicts(matched.edits))
+    if clashes:
         raise many(
-            faults,
-            what=f"{lora.directory} does not fit the base, in {len(faults)} place{'s' if len(faults) > 1 else ''}:",
-            hint="give the base it was trained on, and the adapter as PEFT saved it",
+            clashes, what="the changes cannot be combined:", hint="merge one adapter, and train the other on that"
         )
+    return matched
 
 
-def misfit(pair: Pair, base: Shapes, *, tied: bool) -> str | None:
-    """Why ``pair`` cannot be added to the base, or None."""
-    name = f"{pair.module}.weight"
-    if f"{pair.module}.weight" == LM_HEAD and tied:
-        return (
-            "the head is tied to the embedding: merged into one it would change the other, and a reload would lose it;"
-            " mst-merge does not untie yet"
-        )
-    if name == EMBEDDING:
-        return "is an embedding, not a linear layer; mst-merge does not do this yet"
-    if name not in base:
-        close = difflib.get_close_matches(name, base, n=1, cutoff=0.8)
-        return "the base has no such layer" + (f"; did you mean {close[0].removesuffix('.weight')}?" if close else "")
-    shape = tuple(base[name])
-    if len(shape) != 2:
-        return f"is no linear layer: its weight is {list(shape)}"
-    made = (pair.b.shape[0], pair.a.shape[1])
-    if made != shape:
-        return f"B {list(pair.b.shape)} times A {list(pair.a.shape)} is {list(made)}, the base's weight {list(shape)}"
-    return None
+def check_several(loras: Sequence[Adapter], weights: Sequence[float]) -> None:
+    """Only what is a sum can be summed and weighted."""
+    for lora, weight in zip(loras, weights, strict=True):
+        if lora.config.get("use_dora") and (len(loras) > 1 or weight != 1):
+            raise InputError(
+                "use_dora: DoRA rescales every row of the merged weight: it cannot be weighted or summed with others",
+                where=lora.directory,
+                hint="merge it alone",
+            )
+    whole = [lora.directory for lora in loras if lora.parts.whole or lora.parts.rows]
+    if len(whole) > 1:
+        names = " and ".join(directory.name for directory in whole)
+        reason = "replace tensors (modules_to_save, bias, trained tokens): only one adapter can"
+        raise InputError(f"{names} {reason}", hint="merge them one after the other, each trained on the merge before")
+    for number, lora in enumerate(loras):
+        if any(lora.directory.samefile(other.directory) for other in loras[:number]):
+            raise InputError("is given twice", where=lora.directory, hint="--weights weighs an adapter")
 
 
-def _linears(base: Shapes) -> Iterable[str]:
-    """Modules with a two-dimensional weight, embeddings aside."""
-    for name, shape in base.items():
-        if name.endswith(".weight") and len(shape) == 2 and name != EMBEDDING:
-            yield name.removesuffix(".weight")
-
-
-def _kinds(pairs: Iterable[Pair]) -> dict[str, int]:
+def _kinds(edits: Mapping[str, Sequence[Edit]]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for pair in pairs:
-        kind = pair.module.rpartition(".")[2]
+    for name in edits:
+        kind = name.removesuffix(".weight").rpartition(".")[2]
         counts[kind] = counts.get(kind, 0) + 1
     return counts
 

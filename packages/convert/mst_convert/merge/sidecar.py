@@ -8,6 +8,7 @@ makes other token ids of the same text; then --tokenizer has to say.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,26 +30,41 @@ VOCABULARY = (
 
 
 def tokenizer_files(
-    base: Path, adapter: Path, choice: Literal["base", "adapter"] | None
+    base: Path, adapters: Sequence[Path], choice: Literal["base", "adapter"] | None
 ) -> tuple[dict[str, Path], list[str]]:
-    """The tokenizer files to copy, by name, and the names in which the adapter's differ from the base's.
+    """The tokenizer files to copy, by name, and the names in which the adapters' differ from the base's.
 
     Raises InputError if the vocabularies differ and ``choice`` does not say which to take.
     """
-    ours, theirs = _present(base), _present(adapter)
+    ours, theirs = _present(base), _present_in_one(adapters, strict=choice == "adapter")
     if choice == "adapter":
         if not theirs:
-            raise InputError("--tokenizer adapter: it has no tokenizer files", where=adapter)
+            raise InputError("--tokenizer adapter: it has no tokenizer files", where=adapters[0])
         return theirs, []
-    differing = sorted(name for name in theirs if name not in ours or not _same(ours[name], theirs[name]))
+    differing = sorted({name for adapter in adapters for name in _differing(ours, _present(adapter))})
     vocabulary = [name for name in differing if name in VOCABULARY and name in ours]
     if vocabulary and not choice:
         raise InputError(
             f"the adapter brings a tokenizer with another vocabulary than the base's ({', '.join(vocabulary)})",
-            where=adapter,
+            where=next(a for a in adapters if set(vocabulary) & set(_differing(ours, _present(a)))),
             hint="--tokenizer base or --tokenizer adapter says which one the merged model gets",
         )
     return (ours or theirs), differing if ours and choice is None else []
+
+
+def _present_in_one(adapters: Sequence[Path], *, strict: bool) -> dict[str, Path]:
+    """The first adapter's files that has any. ``strict``: the others' must mean the same."""
+    found: dict[str, Path] = {}
+    for files in map(_present, adapters):
+        if strict and found and files and (_differing(found, files) or _differing(files, found)):
+            where = next(iter(files.values())).parent
+            raise InputError("--tokenizer adapter: the adapters have different tokenizers", where=where)
+        found = found or files
+    return found
+
+
+def _differing(ours: dict[str, Path], theirs: dict[str, Path]) -> list[str]:
+    return [name for name in theirs if name not in ours or not _same(ours[name], theirs[name])]
 
 
 def _present(directory: Path) -> dict[str, Path]:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mst_convert.merge import adapter as peft
-from mst_convert.merge import merging, sidecar
-from mst_convert.merge.base import stream, wanted
+from mst_convert.accounts import LM_HEAD
+from mst_convert.merge import sidecar
+from mst_convert.merge.applying import Applier, check_copy, check_parts, check_twin
+from mst_convert.merge.base import stream
+from mst_convert.merge.edits import Edit
 from mst_convert.merge.plan import MergePlan, adapter_manifest, check_base, other_base
 from mst_convert.merge.spec import MergeSpec
+from mst_convert.merge.tying import untied
+from mst_convert.sources import Source
 from mst_convert.work import carried_files, parent_of, written_dtype
 from mst_core import checkpoint, console, manifest, tensors
 from mst_core.checkpoint import Staging
-from mst_core.errors import InputError, MstError, many
+from mst_core.errors import InputError, MstError
 from mst_core.files import TOKENIZER_FILES
 from mst_core.manifest import Manifest, Parent
 from mst_core.spec import Result
@@ -45,16 +50,15 @@ class Ledger:
 
 def work(spec: MergeSpec, plan: MergePlan) -> Result:
     """Do what ``plan`` says."""
-    verified, base = _lineage(plan)
-    check_factors(plan)
+    verified, parents, directories = _lineage(plan)
+    _check(plan)
     carried = _carried(spec, plan)
     ledger = Ledger()
-    targets = wanted(plan.job)
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
-        writer = tensors.write_hf(staging, targets, int(spec.max_shard_size))
+        writer = tensors.write_hf(staging, plan.targets, int(spec.max_shard_size))
         _merge_all(plan, writer, ledger)
         writer.finish()
-        if set(ledger.merged) != {f"{module}.weight" for module in plan.modules} or ledger.written != len(targets):
+        if set(ledger.merged) != set(plan.matched.edits) or ledger.written != len(plan.targets):
             raise MstError("the counts of merged and written tensors do not add up", where=spec.out)
         for name, source in sorted(carried.items()):
             if isinstance(source, bytes):
@@ -62,95 +66,103 @@ def work(spec: MergeSpec, plan: MergePlan) -> Result:
             else:
                 staging.copy(source, name)
         _report(staging, ledger)
-        adapter = manifest.identify(plan.lora.directory)
         made = staging.commit(
             kind="model",
             layout="hf",
             encoding={} if verified else {"base": "unverified"},
-            model=plan.job.model.info(TORCH_NAMES[targets[0][1]]),
-            parents=[base[0], Parent(role="adapter", id=adapter.id, weights=adapter.digests.weights)],
-            parent_dirs=[*base[1], plan.lora.directory],
+            model=plan.model.info(TORCH_NAMES[plan.targets[0][1]]),
+            parents=parents,
+            parent_dirs=directories,
             tool=TOOL,
-            settings=spec.effective(),
+            settings={**spec.effective(), "weights": plan.weights},
             notes=_notes(ledger, verified),
         )
     return _result(spec, plan, made, ledger, verified)
 
 
-def _lineage(plan: MergePlan) -> tuple[bool, tuple[Parent, list[Path]]]:
-    """(was the adapter trained on this base, for all that manifests tell; the base as a parent and its directory)."""
-    source, directory = plan.job.source, plan.lora.directory
-    base = parent_of(plan.job, lossless=False, role="base")
+def _lineage(plan: MergePlan) -> tuple[bool, list[Parent], list[Path]]:
+    """(were all adapters trained on this base, for all that manifests tell; the parents; their directories)."""
+    parent, directories = parent_of(plan.job, lossless=False, role="base")
+    verified = [_trained_on(lora.directory, plan.job, parent, known=bool(directories)) for lora in plan.loras]
+    parents, adapters = [parent], [lora.directory for lora in plan.loras]
+    for directory in adapters:
+        made = manifest.identify(directory)
+        parents.append(Parent(role="adapter", id=made.id, weights=made.digests.weights))
+    return all(verified), parents, [*directories, *adapters]
+
+
+def _trained_on(directory: Path, job: Source, base: Parent, *, known: bool) -> bool:
+    """Was the adapter trained on ``base``? False if it does not say, InputError if on another."""
     made = adapter_manifest(directory)
     parent = made.parent("base") if made else None
     if made is None or parent is None:
         console.warn(f"{directory.name} does not say what it was trained on: only names and shapes were checked")
-        return False, base
-    if not base[1]:  # A Megatron directory that mst did not write: it has an id but no lineage.
-        if parent.id != base[0].id:
-            raise other_base(directory, parent.id, source, base[0].id)
-        return True, base
-    return check_base(made, directory, manifest.identify(source), source), base
+        return False
+    if known:
+        return check_base(made, directory, manifest.identify(job.directory), job.directory)
+    if parent.id != base.id:  # a Megatron directory that mst did not write has an id but no lineage
+        raise other_base(directory, parent.id, job.directory, base.id)
+    return True
 
 
-def check_factors(plan: MergePlan) -> None:
-    """Read every A and B once: refuse NaN and infinity, all in one error; warn if no B can change anything."""
-    faults: list[MstError] = []
-    moving = 0
-    for pair in plan.lora.pairs:
-        b = None
-        for ref in (pair.a, pair.b):
-            b = tensors.read(ref)
-            bad = b.numel() - int(torch.count_nonzero(torch.isfinite(b)))
-            if bad:
-                faults.append(InputError(f"{bad} of {b.numel()} values are NaN or infinite", where=ref.name))
-        moving += b is not None and bool(torch.count_nonzero(b))
-    if faults:
-        raise many(faults, what=f"{plan.lora.directory} is damaged:", hint="take an earlier checkpoint of the training")
-    if plan.lora.config.get("fan_in_fan_out"):
+def _check(plan: MergePlan) -> None:
+    """Look at every part of the adapters before anything is written."""
+    for twins in plan.matched.twins:
+        check_twin(*twins)
+    if not check_parts([edit for edits in plan.matched.edits.values() for edit in edits]):
+        console.warn(f"{plan.loras[0].directory.name} changes nothing: every delta is zero; was it trained?")
+    if any(lora.config.get("fan_in_fan_out") for lora in plan.loras):
         console.warn("fan_in_fan_out is ignored, as PEFT ignores it: these layers are Linear, with [out, in] weights")
-    if not moving:
-        console.warn(f"{plan.lora.directory.name} changes nothing: every B is zero; was it trained?")
 
 
 def _merge_all(plan: MergePlan, writer: tensors.HFWriter, ledger: Ledger) -> None:
-    pairs = {f"{pair.module}.weight": pair for pair in plan.lora.pairs}
+    applier = Applier(kept=4 * len(plan.loras))
     with console.progress("merging", plan.bytes_out, "B") as bar:
-        for name, tensor in stream(plan.job):
-            pair = pairs.get(name)
-            if pair is not None:
-                tensor = _merged(tensor, pair, ledger)
+        for name, tensor in _sources(plan):
+            edits = plan.matched.edits.get(name)
+            if edits:
+                tensor = _merged(name, tensor, edits, applier, ledger)
             writer.put(name, tensor)
             ledger.written += 1
             bar.advance(tensor.nbytes)
             del tensor  # or it would live on while the next one is read
 
 
-def _merged(base: torch.Tensor, pair: peft.Pair, ledger: Ledger) -> torch.Tensor:
-    outcome = merging.merge(base, tensors.read(pair.a), tensors.read(pair.b), pair.scale)
+def _sources(plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor to write before it is changed: the base's, compared with copies, and a head that is untied."""
+    for name, tensor in stream(plan.job):
+        for known, ref in plan.matched.copies:
+            if known == name:
+                check_copy(tensor, ref)
+        yield name, tensor
+        if name == plan.new_head:
+            yield LM_HEAD, tensor
+        del tensor  # or it would live on while the next one is read
+
+
+def _merged(name: str, base: torch.Tensor, edits: Sequence[Edit], applier: Applier, ledger: Ledger) -> torch.Tensor:
+    outcome = applier.apply(base, edits)
     if outcome.not_finite:
         raise InputError(
             f"{outcome.not_finite} of {base.numel()} merged values are not finite in {str(base.dtype)[6:]}",
-            where=f"{pair.module}.weight",
+            where=name,
             hint="the base holds such values, or the delta is too large for its dtype (mst-convert --dtype)",
         )
-    ledger.merged[f"{pair.module}.weight"] = {
-        "rank": pair.rank,
-        "alpha": pair.alpha,
-        "scale": pair.scale,
-        "changed": outcome.changed,
-        "elements": base.numel(),
-    }
+    told = [edit.told() for edit in edits]
+    ledger.merged[name] = {"edits": told, "changed": outcome.changed, "elements": base.numel()}
     return outcome.tensor
 
 
 def _carried(spec: MergeSpec, plan: MergePlan) -> dict[str, Path | bytes]:
     """config.json and generation_config.json of the base, and the tokenizer files that ``sidecar`` chooses."""
     job = plan.job
-    exports = None if job.source == job.hf_dir else job.exports
-    carried = carried_files(job, written_dtype(exports) if exports else None)
+    carried = carried_files(job, written_dtype(job) if job.layout != "hf" else None)
     kept: dict[str, Path | bytes] = {name: source for name, source in carried.items() if name not in TOKENIZER_FILES}
-    chosen, differing = sidecar.tokenizer_files(job.hf_dir, plan.lora.directory, spec.tokenizer)
+    if plan.untie:
+        text = kept["config.json"]
+        config = untied(json.loads(text if isinstance(text, bytes) else text.read_bytes()))
+        kept["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    chosen, differing = sidecar.tokenizer_files(job.hf_dir, [lora.directory for lora in plan.loras], spec.tokenizer)
     if differing:
         console.warn(
             f"the base's tokenizer is taken; the adapter's differs in {', '.join(differing)}"
@@ -162,7 +174,7 @@ def _carried(spec: MergeSpec, plan: MergePlan) -> dict[str, Path | bytes]:
 
 
 def _report(staging: Staging, ledger: Ledger) -> None:
-    """merge.json: every merged tensor with its rank, scale and the number of elements that changed."""
+    """merge.json: every merged tensor with what was done to it and how many of its elements changed."""
     (staging.path / REPORT).write_text(json.dumps(ledger.merged, indent=1) + "\n", encoding="utf-8")
     staging.attach(REPORT)
 

@@ -1,18 +1,30 @@
-"""What is known of each architecture, as data. A new dense family is one file here and one entry below."""
+"""What is known of each architecture, as data. A new family is one file here and one entry below."""
 
 from __future__ import annotations
 
 from mst_core.errors import InputError
-from mst_core.families.llama import LLAMA
+from mst_core.families.baichuan import BAICHUAN, BAICHUAN1
+from mst_core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mst_core.families.gemma import GEMMA2, GEMMA3
+from mst_core.families.glm import GLM, GLM4
+from mst_core.families.glm_moe import GLM4_MOE
+from mst_core.families.gpt_oss import GPT_OSS
+from mst_core.families.internlm import INTERNLM2, INTERNLM3
+from mst_core.families.llama import LLAMA, YI
 from mst_core.families.mistral import MISTRAL
+from mst_core.families.mixtral import MIXTRAL
 from mst_core.families.ops import Region, pack_rows, unpack_rows
+from mst_core.families.phi import PHI3
 from mst_core.families.qwen2 import QWEN2
 from mst_core.families.qwen3 import QWEN3
+from mst_core.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from mst_core.families.qwen_vl import QWEN2_5_VL, QWEN2_VL
 from mst_core.families.rules import (
     Config,
     Dims,
     Family,
     Model,
+    Reading,
     Rule,
     Task,
     TensorSpec,
@@ -23,7 +35,31 @@ from mst_core.families.rules import (
     unpack,
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    YI,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    INTERNLM2,
+    INTERNLM3,
+    BAICHUAN,
+    BAICHUAN1,
+    PHI3,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    QWEN2_VL,
+    QWEN2_5_VL,
+)
 
 __all__ = [
     "FAMILIES",
@@ -31,6 +67,7 @@ __all__ = [
     "Dims",
     "Family",
     "Model",
+    "Reading",
     "Region",
     "Rule",
     "Task",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mst_core.families.llama import LLAMA
-from mst_core.families.rules import Config, Dims, Family, Where
+from mst_core.families.rules import Config, Family, Reading, Where
 from mst_core.families.translate import dense_dims, megatron_groups, tie_fact
 
 
-def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
-    return dense_dims(config, where), frozenset({tie_fact(config)})
+def _read(config: Config, where: Where) -> Reading:
+    return Reading(dense_dims(config, where), frozenset({tie_fact(config)}))
 
 
 def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:

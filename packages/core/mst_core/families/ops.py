@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """``rows`` rows from row ``source_start`` of source number ``source`` land at row ``start``."""
+    """``rows`` rows of source number ``source``, from row ``source_start`` on, every ``step``-th, land at row ``start``."""
 
     source: int
     source_start: int
     start: int
     rows: int
+    step: int = 1
 
 
 class Heads(Protocol):
@@ -62,7 +63,20 @@ def qkv(heads: Heads, rows: Sequence[int]) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-OPS: dict[str, Op] = {"copy": copy, "concat": concat, "qkv": qkv}
+def fused_qkv(heads: Heads, rows: Sequence[int]) -> tuple[Region, ...]:
+    """One source that holds all of q, then all of k, then all of v (Phi-3, Baichuan): the map of ``qkv``."""
+    q, k = heads.heads * heads.head_dim, heads.groups * heads.head_dim
+    starts = (0, q, q + k)
+    return tuple(r._replace(source=0, source_start=starts[r.source] + r.source_start) for r in qkv(heads, rows))
+
+
+def deinterleave(heads: Heads, rows: Sequence[int]) -> tuple[Region, ...]:
+    """One source whose rows alternate gate, up, gate, up: ``[gate; up]`` (gpt-oss)."""
+    half = rows[0] // 2
+    return (Region(0, 0, 0, half, 2), Region(0, 1, half, half, 2))
+
+
+OPS: dict[str, Op] = {"copy": copy, "concat": concat, "qkv": qkv, "fused_qkv": fused_qkv, "deinterleave": deinterleave}
 
 
 def pack_rows(regions: Sequence[Region], rows: int, sources: Sequence[Tensor]) -> Tensor:
@@ -71,8 +85,8 @@ def pack_rows(regions: Sequence[Region], rows: int, sources: Sequence[Tensor]) -
         return sources[0]
     first = sources[0]
     native = first.new_zeros((rows, *first.shape[1:]))
-    for source, source_start, start, count in regions:
-        native[start : start + count] = sources[source][source_start : source_start + count]
+    for source, source_start, start, count, step in regions:
+        native[start : start + count] = sources[source][source_start : source_start + count * step : step]
     return native
 
 
@@ -84,8 +98,8 @@ def unpack_rows(regions: Sequence[Region], native: Tensor) -> list[Tensor]:
     if len(regions) == 1 and regions[0].rows == native.shape[0]:
         return [native]
     sources = [native.new_empty((counts[i], *native.shape[1:])) for i in range(len(counts))]
-    for source, source_start, start, count in regions:
-        sources[source][source_start : source_start + count] = native[start : start + count]
+    for source, source_start, start, count, step in regions:
+        sources[source][source_start : source_start + count * step : step] = native[start : start + count]
     return sources
 
 
@@ -95,7 +109,14 @@ def check_regions(regions: Sequence[Region], source_rows: Sequence[int], rows: i
     Returns the native rows left uncovered (padding).
     """
     for number, count in enumerate(source_rows):
-        _tile([(r.source_start, r.rows) for r in regions if r.source == number], count, f"{where} source {number}")
+        pieces = [
+            (r.source_start + k, 1)
+            for r in regions
+            if r.source == number and r.step > 1
+            for k in range(0, r.rows * r.step, r.step)
+        ]
+        pieces += [(r.source_start, r.rows) for r in regions if r.source == number and r.step == 1]
+        _tile(pieces, count, f"{where} source {number}")
     covered = sum(r.rows for r in regions)
     end = max(r.start + r.rows for r in regions)
     _tile([(r.start, r.rows) for r in regions], covered, where)

@@ -1,22 +1,12 @@
-"""Qwen2 and Qwen2.5, dense: the rows of Llama and a bias on q, k and v (MAPPINGS.md 2.2)."""
+"""Qwen1.5, Qwen2 and Qwen2.5, dense: the rows of Llama and a bias on q, k and v (MAPPINGS.md 2.2)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mst_core.families.llama import LLAMA
-from mst_core.families.rules import Config, Dims, Family, Rule, Where
+from mst_core.families.rules import Config, Family, Reading, Where
 from mst_core.families.translate import dense_dims, megatron_groups, tie_fact
-
-QKV_BIAS = Rule(
-    "decoder.layers.{i}.self_attention.linear_qkv.bias",
-    (
-        "model.layers.{i}.self_attn.q_proj.bias [q]",
-        "model.layers.{i}.self_attn.k_proj.bias [k]",
-        "model.layers.{i}.self_attn.v_proj.bias [k]",
-    ),
-    "qkv",
-)
 
 
 def qwen_window(config: Config) -> int | None:
@@ -36,8 +26,8 @@ def with_layer_types(config: Config) -> Config:
     return {**config, "layer_types": kinds}
 
 
-def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
-    return dense_dims(config, where), frozenset({tie_fact(config), "qkv_bias"})
+def _read(config: Config, where: Where) -> Reading:
+    return Reading(dense_dims(config, where), frozenset({tie_fact(config), "qkv_bias"}))
 
 
 def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
@@ -48,7 +38,7 @@ QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    rules=(*LLAMA.rules, QKV_BIAS),
+    rules=LLAMA.rules,
     read=_read,
     translate=_translate,
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 from mst_core.families.llama import LLAMA
 from mst_core.families.qwen2 import qwen_window, with_layer_types
-from mst_core.families.rules import Config, Dims, Family, Rule, Where
-from mst_core.families.translate import dense_dims, megatron_groups, refuse_flags, tie_fact
+from mst_core.families.rules import Config, Family, Reading, Rule, Where
+from mst_core.families.translate import bias_fields, dense_dims, megatron_groups, tie_fact, with_defaults
 
 QK_NORM = (
     Rule("decoder.layers.{i}.self_attention.q_layernorm.weight", ("model.layers.{i}.self_attn.q_norm.weight [d]",)),
@@ -15,19 +15,20 @@ QK_NORM = (
 )
 
 
-def _with_head_dim(config: Config) -> Config:
+def _defaults(config: Config) -> Config:
     """To transformers an absent head_dim is 128 in this family, whatever the hidden size."""
-    return config if config.get("head_dim") is not None else {**config, "head_dim": 128}
+    return with_defaults(config, head_dim=128)
 
 
-def _read(config: Config, where: Where) -> tuple[Dims, frozenset[str]]:
-    refuse_flags(config, where, "attention_bias")
-    return dense_dims(_with_head_dim(config), where), frozenset({tie_fact(config)})
+def _read(config: Config, where: Where) -> Reading:
+    biases = {"qkv_bias", "proj_bias"} if config.get("attention_bias") else set()
+    return Reading(dense_dims(_defaults(config), where), frozenset({tie_fact(config), *biases}))
 
 
 def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
-    config = with_layer_types(_with_head_dim(config))
-    return megatron_groups(config, where, window=qwen_window(config), qk_layernorm=True)
+    biases = bias_fields(_read(config, where).facts, where)
+    config = with_layer_types(_defaults(config))
+    return megatron_groups(config, where, window=qwen_window(config), qk_layernorm=True, **biases)
 
 
 QWEN3 = Family(

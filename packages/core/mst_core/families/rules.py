@@ -1,18 +1,23 @@
 """What a family is: rows (Rule), sizes (Dims), facts, and the tasks that follow from them.
 
-A rule names one native (Megatron, TransformerEngine-style torch_dist) tensor and the Hugging Face tensors it is
-made of, with their shapes in symbols: v vocabulary, h hidden, f ffn, d head, q = heads*d, k = groups*d.
-``{i}`` is the layer. ``when`` is one fact of the model; a rule without it always applies.
+A rule names one native (Megatron) tensor and the Hugging Face tensors it is made of, with their shapes in symbols:
+v vocabulary, h hidden, f ffn, 2f twice that, d head, q = heads*d, k = groups*d, qkv = q + 2k, or a name of
+``Dims.more``. In names ``{i}`` is the decoder layer, ``{e}`` the expert, ``{m}`` the multi-token-prediction layer and
+``{n}`` its Hugging Face number (layers + m). ``when`` is a fact of the model or of that layer, or several joined by
+" and "; a rule without it always applies.
+
+Native names are those of torch_dist with TransformerEngine's spec; what other specs and formats call the same tensor is
+in mst_core.megatron_names. The tensors of all experts of a layer are one native tensor with a leading expert axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mst_core.families.ops import OPS, Region, check_regions, pack_rows, unpack_rows
 
@@ -23,21 +28,30 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 Where = str | Path
+EXPERT = ".{e}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``native`` is made of ``hf`` ("name [shape]") by ``op`` (of ops.OPS), if the model has the fact ``when``."""
+    """``native`` is made of ``hf`` ("name [shape]") by ``op`` (of ops.OPS), if model or layer has the facts ``when``.
+
+    transposed   the last two axes of the Hugging Face tensors are swapped: [.., in, out]
+    """
 
     native: str
     hf: tuple[str, ...]
     op: str = "copy"
     when: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of a dense decoder. ``vocab`` is config.vocab_size, never the tokenizer's length."""
+    """The sizes of a decoder. ``vocab`` is config.vocab_size, never the tokenizer's length.
+
+    more   sizes that not every family has, by the name that its rules' shapes use: experts, moe_ffn, q_lora, ...
+           ``mtp`` is the number of multi-token-prediction layers
+    """
 
     layers: int
     hidden: int
@@ -46,54 +60,87 @@ class Dims:
     head_dim: int
     ffn: int
     vocab: int
+    more: Mapping[str, int] = field(default_factory=dict)
 
     def size(self, symbol: str) -> int:
-        """The number behind a symbol of a rule's shape."""
-        return {
+        """The number behind a symbol of a rule's shape; a digit before it is a factor (2f), alone it is itself."""
+        if symbol[0].isdigit():
+            return int(symbol[0]) * (self.size(symbol[1:]) if symbol[1:] else 1)
+        fixed = {
             "v": self.vocab,
             "h": self.hidden,
             "f": self.ffn,
             "d": self.head_dim,
             "q": self.heads * self.head_dim,
             "k": self.groups * self.head_dim,
-        }[symbol]
+            "qkv": (self.heads + 2 * self.groups) * self.head_dim,
+        }
+        return fixed[symbol] if symbol in fixed else self.more[symbol]
 
     def as_dict(self) -> dict[str, int]:
-        return {name: int(getattr(self, name)) for name in self.__dataclass_fields__}
+        fixed = {name: int(getattr(self, name)) for name in self.__dataclass_fields__ if name != "more"}
+        return {**fixed, **self.more}
+
+
+class Reading(NamedTuple):
+    """What a family reads from config.json: sizes, facts of the model, facts of each layer (none: all alike)."""
+
+    dims: Dims
+    facts: frozenset[str]
+    layers: tuple[frozenset[str], ...] = ()
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor by name and shape."""
+    """A tensor by name and shape; its matrix has ``rows`` of ``columns`` elements (see Task)."""
 
     name: str
     shape: tuple[int, ...]
+    rows: int
+
+    @property
+    def columns(self) -> int:
+        return prod(self.shape) // self.rows if self.rows else 0
 
 
 @dataclass(frozen=True)
 class Task:
     """One native tensor and all that is needed to make it, or to take it apart.
 
-    native   its state-dict style name, "decoder.layers.3.mlp.linear_fc1.weight"
-    key      its torch_dist key, "decoder.layers.mlp.linear_fc1.weight", stacked over layers if ``layer`` is not None
-    layer    its index on the leading axis of the stacked tensor; ``layers`` is that axis' length
+    Regions speak of rows: a tensor is seen as a matrix whose rows are its first axis, or expert and first axis of an
+    expert's tensor together; of a transposed source, after the last two axes are swapped back.
+
+    native   its name, "decoder.layers.3.mlp.linear_fc1.weight"; of experts without their number
+    key      the name without the layer's number, "decoder.layers.mlp.linear_fc1.weight"
+    layer    the number of the decoder layer, or None; ``layers`` is how many there are
+    experts  the length of the leading expert axis, or None
     hf       the Hugging Face tensors, in the order of the regions' source numbers
-    shape    of the native tensor (without the layer axis, with the vocabulary's padding)
+    shape    of the native tensor (with the expert axis, without a layer axis, with the vocabulary's padding)
     """
 
     native: str
     key: str
     layer: int | None
     layers: int
+    experts: int | None
     hf: tuple[TensorSpec, ...]
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
     op: str
+    transposed: bool
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.experts is None else self.shape[0] * self.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return prod(self.shape) // self.rows
 
     @property
     def padding(self) -> int:
         """Rows of the native tensor that no Hugging Face row fills."""
-        return self.shape[0] - sum(spec.shape[0] for spec in self.hf)
+        return self.rows - sum(spec.rows for spec in self.hf)
 
 
 @dataclass(frozen=True)
@@ -105,13 +152,21 @@ class Model:
     facts: frozenset[str]
     dtype: str
     """What config.json says ("bfloat16"); the tensors' own headers have the last word."""
+    layer_facts: tuple[frozenset[str], ...] = ()
 
     @property
     def tied(self) -> bool:
         return "tied" in self.facts
 
-    def rules(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self.family.rules if rule.when is None or rule.when in self.facts)
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers have the same tensors: only then can a checkpoint stack them."""
+        return len(set(self.layer_facts)) < 2
+
+    def applies(self, rule: Rule, layer: int | None = None) -> bool:
+        """Whether the model (or its layer) has the facts that ``rule`` asks for."""
+        mine = self.layer_facts[layer] if layer is not None and self.layer_facts else frozenset()
+        return rule.when is None or all(fact in self.facts or fact in mine for fact in rule.when.split(" and "))
 
     def hf_tensors(self) -> list[TensorSpec]:
         """Every tensor that the Hugging Face directory must hold (a tied lm_head is not one)."""
@@ -120,6 +175,20 @@ class Model:
     @property
     def parameters(self) -> int:
         return sum(prod(spec.shape) for spec in self.hf_tensors())
+
+    def duplicates(self) -> dict[str, str]:
+        """Tensors that a directory may hold beside their original, by name: {copy: original}."""
+        found = tasks(self)
+        # Vision-language models have a prefix of their own, on both sides.
+        embedding = next((t.hf[0].name for t in found if t.key.endswith("embedding.word_embeddings.weight")), "")
+        copies = {"lm_head.weight": embedding} if self.tied else {}
+        head = embedding if self.tied else "lm_head.weight"
+        for m in range(self.dims.more.get("mtp", 0)):
+            layer = f"model.layers.{self.dims.layers + m}"
+            copies[f"{layer}.embed_tokens.weight"] = embedding
+            copies[f"{layer}.shared_head.head.weight"] = head
+        names = {spec.name for task in found for spec in task.hf}
+        return {copy: original for copy, original in copies.items() if original in names and copy not in names}
 
     def info(self, dtype: str | None = None) -> ModelInfo:
         """The manifest's description of this model."""
@@ -141,25 +210,49 @@ class Family:
 
     ignored   Hugging Face tensors of old checkpoints that hold no parameters (computed buffers), with ``{i}``:
               accounted for by name, not converted
+    dialects  facts that names decide where config.json does not: {fact, or facts joined by " and ": a tensor whose
+              presence means it, with ``{i}`` for any layer and ``{n}`` for the number after the last}. The first whose
+              tensor is there counts; the very first where the names are not known
+    carried   prefixes of Hugging Face tensors that no rule maps and that pass as they are, with their native prefix;
+              where dialects differ in it, one pair a dialect, in the dialects' order
     """
 
     name: str
     architecture: str
     model_type: str
     rules: tuple[Rule, ...]
-    read: Callable[[Config, Where], tuple[Dims, frozenset[str]]]
+    read: Callable[[Config, Where], Reading]
     translate: Callable[[Config, Where], dict[str, dict[str, Any]]]
     ignored: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+    dialects: Mapping[str, str] = field(default_factory=dict)
+    carried: tuple[tuple[str, str], ...] = ()
 
-    def model(self, config: Config, where: Where = "config.json") -> Model:
-        """Dims and facts of ``config``. InputError for a missing or impossible size."""
-        dims, facts = self.read(config, where)
+    def model(
+        self, config: Config, where: Where = "config.json", *, names: Collection[str] = (), dialect: str | None = None
+    ) -> Model:
+        """Dims and facts of ``config``. InputError for a missing or impossible size.
+
+        names     the tensors of the directory, which decide the dialect
+        dialect   the dialect itself (a manifest remembers it)
+        """
+        dims, facts, layers = self.read(config, where)
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-        return Model(self, dims, facts, str(dtype))
+        if self.dialects:
+            there = frozenset(names)
+            probe = (spoken for spoken, name in self.dialects.items() if there & _each_layer(name, dims.layers))
+            facts = facts.union((dialect or next(probe, next(iter(self.dialects)))).split(" and "))
+        return Model(self, dims, facts, str(dtype), layers)
 
     def megatron(self, config: Config, where: Where = "config.json") -> dict[str, dict[str, Any]]:
         """Megatron's settings, in groups (see families/translate.py). InputError where Megatron has no equivalent."""
         return self.translate(config, where)
+
+    def carried_native(self, name: str) -> str | None:
+        """The native name of a Hugging Face tensor that is carried as it is; None if it is not one."""
+        for hf, native in self.carried:
+            if name.startswith(hf):
+                return native + name.removeprefix(hf)
+        return None
 
     def is_ignored(self, name: str, dims: Dims) -> bool:
         return any(name in _each_layer(pattern, dims.layers) for pattern in self.ignored)
@@ -167,7 +260,7 @@ class Family:
 
 @lru_cache(maxsize=64)
 def _each_layer(pattern: str, layers: int) -> frozenset[str]:
-    return frozenset(pattern.format(i=i) for i in range(layers))
+    return frozenset(pattern.format(i=i, n=layers) for i in range(layers))
 
 
 def padded_vocab(vocab: int, divisor: int) -> int:
@@ -177,43 +270,88 @@ def padded_vocab(vocab: int, divisor: int) -> int:
 
 def tasks(model: Model, vocab_padding: int = 1) -> list[Task]:
     """Every native tensor of ``model``, layer by layer; the vocabulary padded to a multiple of ``vocab_padding``."""
-    found: list[Task] = []
-    rules = model.rules()
-    for rule in rules:
-        if "{i}" not in rule.native:
-            found.append(_task(model.dims, rule, None, vocab_padding))
+    rules = model.family.rules
+    found = [
+        _task(model.dims, rule, {}, vocab_padding)
+        for rule in rules
+        if "{i}" not in rule.native and "{m}" not in rule.native and model.applies(rule)
+    ]
     for layer in range(model.dims.layers):
-        found.extend(_task(model.dims, rule, layer, vocab_padding) for rule in rules if "{i}" in rule.native)
+        for rule in rules:
+            if "{i}" in rule.native and model.applies(rule, layer):
+                found.append(_task(model.dims, rule, {"i": layer}, vocab_padding))
+    for m in range(model.dims.more.get("mtp", 0)):
+        for rule in rules:
+            if "{m}" in rule.native and model.applies(rule):
+                found.append(_task(model.dims, rule, {"m": m, "n": model.dims.layers + m}, vocab_padding))
     return found
 
 
-def _task(dims: Dims, rule: Rule, layer: int | None, vocab_padding: int) -> Task:
-    specs, rows = [], 0
-    for text in rule.hf:
-        name, symbols = text.rstrip("]").split(" [")
-        shape = tuple(dims.size(symbol) for symbol in symbols.split(","))
-        rows += padded_vocab(shape[0], vocab_padding) if symbols.startswith("v,") else shape[0]
-        specs.append(TensorSpec(name.format(i=layer), shape))
-    source_rows = [spec.shape[0] for spec in specs]
+def _task(dims: Dims, rule: Rule, at: dict[str, int], vocab_padding: int) -> Task:
+    experts = dims.more["experts"] if EXPERT in rule.native else None
+    stacked = experts is not None and not any("{e}" in text for text in rule.hf)
+    numbers = range(1 if experts is None or stacked else experts)
+    specs = [_source(dims, text, {**at, "e": e}, stacked, rule.transposed) for e in numbers for text in rule.hf]
+    # One expert's sources: the first ones, or its share of each stacked one.
+    count = len(rule.hf)
+    source_rows = [spec.rows // (experts or 1) if stacked else spec.rows for spec in specs[:count]]
+    rows = sum(source_rows)
+    if rule.hf[0].partition(" [")[2].startswith("v,"):
+        rows = padded_vocab(rows, vocab_padding)
     regions = OPS[rule.op](dims, source_rows)
     check_regions(regions, source_rows, rows, rule.native)
+    if stacked:
+        regions = tuple(
+            r._replace(start=r.start + e * rows, source_start=r.source_start + e * source_rows[r.source])
+            for e in range(experts or 1)
+            for r in regions
+        )
+    elif experts is not None:
+        regions = tuple(
+            r._replace(start=r.start + e * rows, source=r.source + e * count) for e in numbers for r in regions
+        )
+    matrix = len(specs[0].shape) - stacked > 1
+    native = rule.native.replace(EXPERT, "")
     return Task(
-        native=rule.native.format(i=layer),
-        key=rule.native.replace(".{i}.", "."),
-        layer=layer,
+        native=native.format(**at),
+        key=native.replace(".{i}.", ".").format(**at),
+        layer=at.get("i"),
         layers=dims.layers,
+        experts=experts,
         hf=tuple(specs),
-        shape=(rows, *specs[0].shape[1:]),
+        shape=(*(() if experts is None else (experts,)), rows, *((specs[0].columns,) if matrix else ())),
         regions=regions,
         op=rule.op,
+        transposed=rule.transposed,
     )
+
+
+def _source(dims: Dims, text: str, at: dict[str, int], stacked: bool, transposed: bool) -> TensorSpec:
+    name, symbols = text.rstrip("]").split(" [")
+    shape = tuple(dims.size(symbol) for symbol in symbols.split(","))
+    experts = shape[0] if stacked else 1
+    return TensorSpec(name.format(**at), shape, experts * (shape[-1] if transposed else shape[int(stacked)]))
 
 
 def pack(task: Task, sources: Sequence[Tensor]) -> Tensor:
     """The native tensor of ``task`` from its Hugging Face tensors (or anything with the same rows: bias, LoRA B)."""
-    return pack_rows(task.regions, task.shape[0], sources)
+    if task.transposed:
+        sources = [source.transpose(-1, -2) for source in sources]
+    if task.experts is None:
+        return pack_rows(task.regions, task.rows, sources)
+    flat = [source.reshape(spec.rows, -1) for source, spec in zip(sources, task.hf, strict=True)]
+    return pack_rows(task.regions, task.rows, flat).reshape(task.shape)
 
 
 def unpack(task: Task, native: Tensor) -> list[Tensor]:
     """The Hugging Face tensors of ``task`` from its native tensor; padding rows are dropped."""
-    return unpack_rows(task.regions, native)
+    if task.experts is None:
+        parts = unpack_rows(task.regions, native)
+    else:
+        parts = unpack_rows(task.regions, native.reshape(native.shape[0] * native.shape[1], -1))
+    if task.transposed:
+        swapped = [(*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) for spec in task.hf]
+        return [part.reshape(shape).transpose(-1, -2).contiguous() for part, shape in zip(parts, swapped, strict=True)]
+    if task.experts is None:
+        return parts
+    return [part.reshape(spec.shape) for part, spec in zip(parts, task.hf, strict=True)]

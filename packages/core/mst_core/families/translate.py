@@ -53,6 +53,30 @@ def tie_fact(config: Config, default: bool = False) -> str:
     return "tied" if config.get("tie_word_embeddings", default) else "untied"
 
 
+def with_defaults(config: Config, **defaults: Any) -> Config:
+    """``config`` with what transformers takes where a key is absent or null."""
+    return {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+
+
+def not_in_megatron(what: str, where: Where) -> InputError:
+    """The refusal of a model that can be converted but not built by the megatron engine."""
+    hint = "conversion keeps it; to train, use --engine plain with the Hugging Face directory"
+    return InputError(f"{what} has no equivalent in the megatron engine", where=where, hint=hint)
+
+
+def bias_fields(facts: frozenset[str], where: Where) -> dict[str, Any]:
+    """TransformerConfig fields for the facts qkv_bias, proj_bias and mlp_bias.
+
+    megatron-core has two switches: one for q, k and v, one for every linear layer of a block.
+    """
+    biased = facts & {"qkv_bias", "proj_bias", "mlp_bias"}
+    if len(biased) == 3:
+        return {"add_bias_linear": True}
+    if biased - {"qkv_bias"}:
+        raise not_in_megatron(f"bias on some linear layers ({', '.join(sorted(biased))}) but not on all", where)
+    return {"add_qkv_bias": True} if biased else {}
+
+
 def refuse_flags(config: Config, where: Where, *names: str) -> None:
     """Refuse a switch that would add tensors the family's rules do not have."""
     on = [name for name in names if config.get(name)]
@@ -112,15 +136,12 @@ def _rope(config: Config, where: Where, gpt: dict[str, Any]) -> dict[str, Any]:
     gpt["rotary_base"] = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     gpt["rotary_percent"] = float(rope.get("partial_rotary_factor") or gpt["rotary_percent"])
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    # "dynamic" begins beyond max_position_embeddings, where no run may go.
+    if kind in ("default", "dynamic"):
         return {}
     factor = rope.get("factor")
     if kind not in ("linear", "llama3") or factor is None:
-        raise InputError(
-            f"rope scaling {kind!r} has no equivalent in the megatron engine",
-            where=where,
-            hint="conversion keeps it; to train, use --engine plain with the Hugging Face directory",
-        )
+        raise not_in_megatron(f"rope scaling {kind!r}", where)
     if kind == "linear":
         gpt["seq_len_interpolation_factor"] = float(factor)
         return {}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mst_core import families, tensors, torch_dist
+from mst_core import families, megatron_names, tensors, torch_dist
 from mst_core.checkpoint import Staging
 from mst_core.engine.megatron import groups
 from mst_core.errors import InputError
@@ -114,11 +114,18 @@ def save(model: Any, model_dir: Path, staging: Staging | None) -> None:
         shape = found.shape[1:] if layer is not None else found.shape
         # The engine may pad the vocabulary further than the directory it came from: those rows are dropped again.
         kept = full[: shape[0]].to(tensors.torch_dtype(found.dtype)).contiguous()
-        writer.put(key, kept, None if layer is None else (layer, found.shape[0]))
+        lead, at = ((found.shape[0],), (layer,)) if layer is not None else ((), ())
+        chunk = torch_dist.Written(
+            key, found.dtype, (*lead, *shape), (*at, *(0 for _ in shape)), (*(1 for _ in lead), *shape)
+        )
+        writer.put(chunk, kept)
     if staging is None or writer is None:
         return
     hf = model_dir / "hf"
     config = json.loads((hf / "config.json").read_text())
+    family = families.family_for(config, str(hf))
     rows = stored["embedding.word_embeddings.weight"].shape[0]
-    writer.finish(torch_dist.release_state(families.family_for(config, str(hf)), config, rows, hf))
+    naming = megatron_names.naming(family.model(config), "te", "stacked")
+    named = [(task, *naming.key(task)) for task in families.tasks(family.model(config))]
+    writer.finish(torch_dist.objects(named, torch_dist.release_state(family, config, rows, hf)))
     torch_dist.write_megatron_sidecar(staging, {path.name: path for path in sorted(hf.iterdir()) if path.is_file()})

@@ -1,0 +1,492 @@
+"""Files written from a recipe: literal bytes and arrays whose elements are moved from other files, by a few workers.
+
+One stream of jobs, in the order of the output, feeds all workers: each reads (and converts) up to 512 KB, writes it at
+its place, and waits for its file's turn to hash it, so that the digest and the zip crc are of the bytes in order, however
+many workers there are. Where no dtype changes and rows stay whole, a job is a list of byte ranges; rows cut by tensor
+parallelism are copied in bands; only transposed or interleaved sources are assembled whole. See MEGATRON.md, "How fast a
+conversion can be", for why pieces are small and pages are dropped early.
+
+``JOURNAL`` in the staging directory notes every finished array with the digest of its file up to there. A later run that
+resumes reads what is there instead of the source, and goes on where the digest still agrees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from mst_core import archive, torch_dist
+from mst_core.archive import Late, Segment
+from mst_core.blocks import Array, Move, Place
+from mst_core.errors import InputError
+from mst_core.tensors import DTYPE_BYTES, torch_dtype
+
+if TYPE_CHECKING:
+    from mst_core.checkpoint import Staging
+
+PIECE = 1 << 19
+"""Bytes of a job: larger writes cost several times the system time."""
+DROP = 1 << 25
+"""Written pages are handed to the disk, and forgotten, this many bytes at a time."""
+JOURNAL = "journal.jsonl"
+MARK = ""
+"""Stands in the journal where a file's name would: what is being written."""
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A file to write: its name in the staging directory and its segments in order."""
+
+    name: str
+    segments: Callable[[], Iterable[Segment]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to write, and where each array's elements come from (what no move covers is zeros).
+
+    copies   arrays that hold the elements of another one once more
+    """
+
+    files: Sequence[OutFile]
+    moves: Callable[[Array], list[Move]]
+    copies: tuple[str, ...] = ()
+
+
+Fill = Callable[[memoryview], None]
+
+
+class Sources:
+    """Open source files and, for arrays in archives, where their data begins. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, int] = {}
+        self._starts: dict[tuple[Path, int], int] = {}
+        self._lock = threading.Lock()
+        # A checkpoint of a thousand ranks is a thousand files.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    def read(self, array: Array, start: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``start`` of an array. InputError if the file ends before."""
+        place = array.place
+        if place is None:
+            raise InputError("is read before it was written", where=array.name)
+        offset = self._start(array, place) + start
+        handle = self._open(place.file)
+        done = 0
+        while done < len(into):
+            count = os.preadv(handle, [into[done : done + PIECE]], offset + done)
+            if not count:
+                raise InputError("ended before all of a tensor was read: it changed", where=place.file)
+            done += count
+
+    def _start(self, array: Array, place: Place) -> int:
+        if not place.archive_bytes:
+            return place.offset + place.skip
+        key = (place.file, place.offset)
+        if key not in self._starts:
+            self._starts[key] = torch_dist.data_offset(place, array.dtype)
+        return self._starts[key] + place.skip
+
+    def _open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._handles:
+                self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._handles[path]
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+
+@dataclass
+class _Job:
+    """One piece of a file: ``fill`` makes its ``nbytes``, or ``late`` does when all before it is known."""
+
+    file: _Out
+    index: int
+    offset: int
+    nbytes: int
+    fill: Fill | None = None
+    late: Late | None = None
+    array: bool = False
+    ends: str | None = None
+    """The array that ends here."""
+    closes: bool = False
+
+
+@dataclass
+class _Out:
+    """A file being written, hashed in order."""
+
+    name: str
+    path: Path
+    done: tuple[int, str] | None = None
+    """The end and digest up to which an earlier run wrote it."""
+    handle: int = -1
+    turn: int = 0
+    digest: Any = field(default_factory=blake3)
+    crc: int = 0
+    crcs: list[int] = field(default_factory=list)
+    dropped: int = 0
+    change: threading.Condition = field(default_factory=threading.Condition)
+
+
+class Copying:
+    """One run of a recipe."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        staging: Staging,
+        workers: int,
+        advance: Callable[[int], None],
+        mark: str,
+        resume: bool = False,
+    ) -> None:
+        """``mark`` is the same for runs that write the same bytes: only such a run is resumed."""
+        self._recipe = recipe
+        self._staging = staging
+        self._advance = advance
+        self._workers = workers
+        self._sources = Sources()
+        self._pull = threading.Lock()
+        self.moved = 0
+        """Elements that came from a source."""
+        self.used: set[str] = set()
+        """The source arrays, by name."""
+        self._error: BaseException | None = None
+        self._files: list[_Out] = []
+        self._journal_path = staging.path / JOURNAL
+        self._known = read_journal(self._journal_path) if resume else {}
+        if self._known.pop(MARK, {"blake3": mark})["blake3"] != mark:
+            raise InputError(
+                "is another conversion, cut short: the model or the settings differ",
+                where=staging.path,
+                hint="start again without --resume",
+            )
+        self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        os.write(self._journal, _line(MARK, 0, mark))
+        self._jobs = self._all_jobs()
+
+    def run(self) -> None:
+        """Write every file. The first error of any worker is raised when all have stopped."""
+        threads = [threading.Thread(target=self._work, name=f"copy-{n}") for n in range(self._workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._sources.close()
+        os.close(self._journal)
+        for out in self._files:
+            if out.handle >= 0:
+                os.close(out.handle)
+        if self._error is not None:
+            raise self._error
+        self._journal_path.unlink()
+
+    # --- the stream of jobs ------------------------------------------------------------------------------------
+
+    def _all_jobs(self) -> Iterator[_Job]:
+        for file in self._recipe.files:
+            known = self._known.get(file.name, {})
+            path = self._staging.path / file.name
+            if known.get("closed"):
+                if path.stat().st_size != known["end"]:
+                    raise InputError("changed since the run that is resumed", where=path)
+                self._staging.enter(file.name, known["end"], known["blake3"])
+                for segment in file.segments():
+                    if isinstance(segment, Array):
+                        self._count(self._recipe.moves(segment))
+                        self._advance(segment.nbytes)
+                continue
+            done = (known["end"], known["blake3"]) if known else None
+            out = _Out(file.name, path, done)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            out.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if done else os.O_TRUNC), 0o666)
+            self._files.append(out)
+            yield from self._file_jobs(file, out)
+
+    def _file_jobs(self, file: OutFile, out: _Out) -> Iterator[_Job]:
+        position = index = 0
+        for segment in file.segments():
+            if isinstance(segment, bytes):
+                yield _Job(out, index, position, len(segment), fill=_literal(segment))
+                index, position = index + 1, position + len(segment)
+            elif isinstance(segment, Late):
+                yield _Job(out, index, position, segment.nbytes, late=segment)
+                index, position = index + 1, position + segment.nbytes
+            else:
+                end = position + segment.nbytes
+                again = out.done is not None and end <= out.done[0]
+                if again:
+                    self._count(self._recipe.moves(segment))
+                for nbytes, fill in _replay(out, position, segment) if again else self._pieces(segment):
+                    last = position + nbytes == end
+                    name = segment.name if last else None
+                    yield _Job(out, index, position, nbytes, fill=fill, array=True, ends=name)
+                    index, position = index + 1, position + nbytes
+        yield _Job(out, index, position, 0, closes=True)
+
+    def _pieces(self, array: Array) -> Iterator[tuple[int, Fill]]:
+        found = self._recipe.moves(array)
+        self._count(found)
+        return pieces(array, found, self._sources)
+
+    def _count(self, found: Iterable[Move]) -> None:
+        for move in found:
+            self.moved += move.rows * move.columns
+            self.used.add(move.source.name)
+
+    # --- the workers ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        buffer = bytearray(PIECE)
+        try:
+            while self._error is None:
+                with self._pull:
+                    job = next(self._jobs, None)
+                if job is None:
+                    return
+                if job.nbytes > len(buffer):
+                    buffer = bytearray(job.nbytes)
+                view = memoryview(buffer)[: job.nbytes]
+                if job.fill is not None:
+                    job.fill(view)
+                    self._put(job, view)
+                self._finish(job, view)
+        except BaseException as error:
+            # One failure stops all: the others may be waiting for this worker's turn to pass.
+            self._error = self._error or error
+            for out in self._files:
+                with out.change:
+                    out.change.notify_all()
+
+    def _finish(self, job: _Job, view: memoryview) -> None:
+        """In the file's order: hash, make what waited for the hashes, note finished arrays."""
+        out = job.file
+        with out.change:
+            while out.turn != job.index:
+                if self._error is not None:
+                    return
+                out.change.wait()
+            if job.late is not None:
+                view[:] = job.late.make(out.crcs)
+                self._put(job, view)
+                if job.late.closes:
+                    out.crcs.clear()
+            out.digest.update(view)
+            if job.array:
+                out.crc = zlib.crc32(view, out.crc)
+            end = job.offset + job.nbytes
+            if job.ends is not None:
+                out.crcs.append(out.crc)
+                out.crc = 0
+                self._note(out, end)
+            if end - out.dropped >= DROP or job.closes:
+                os.posix_fadvise(out.handle, out.dropped, end - out.dropped, os.POSIX_FADV_DONTNEED)
+                out.dropped = end
+            if job.closes:
+                self._close(out, end)
+            out.turn += 1
+            out.change.notify_all()
+        if job.array:
+            self._advance(job.nbytes)
+
+    def _put(self, job: _Job, view: memoryview) -> None:
+        if job.file.done is not None and job.offset + job.nbytes <= job.file.done[0]:
+            return
+        for start in range(0, len(view), PIECE):
+            block, at = view[start : start + PIECE], job.offset + start
+            while block:
+                count = os.pwrite(job.file.handle, block, at)
+                block, at = block[count:], at + count
+
+    def _note(self, out: _Out, end: int) -> None:
+        if out.done is not None and end <= out.done[0]:
+            if end == out.done[0] and out.digest.hexdigest() != out.done[1]:
+                raise InputError(
+                    "changed since the run that is resumed", where=out.path, hint="start again without --resume"
+                )
+            return
+        os.write(self._journal, _line(out.name, end, out.digest.hexdigest()))
+
+    def _close(self, out: _Out, end: int) -> None:
+        os.ftruncate(out.handle, end)
+        os.fsync(out.handle)
+        os.close(out.handle)
+        out.handle = -1
+        digest = out.digest.hexdigest()
+        self._staging.enter(out.name, end, digest)
+        os.write(self._journal, _line(out.name, end, digest, closed=True))
+
+
+def _line(name: str, end: int, digest: str, *, closed: bool = False) -> bytes:
+    return (json.dumps({"file": name, "end": end, "blake3": digest, "closed": closed}) + "\n").encode()
+
+
+def read_journal(path: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each file. A torn last line (the run was killed while writing it) is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    if not path.is_file():
+        return found
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and {"file", "end", "blake3"} <= entry.keys():
+            found[str(entry["file"])] = entry
+    return found
+
+
+def _literal(data: bytes) -> Fill:
+    def fill(into: memoryview) -> None:
+        into[:] = data
+
+    return fill
+
+
+def _replay(out: _Out, position: int, array: Array) -> Iterator[tuple[int, Fill]]:
+    """An array that an earlier run wrote: its bytes are read back."""
+    for start in range(0, array.nbytes, PIECE):
+        nbytes = min(PIECE, array.nbytes - start)
+
+        def fill(into: memoryview, at: int = position + start) -> None:
+            if os.preadv(out.handle, [into], at) != len(into):
+                raise InputError("is shorter than its journal says", where=out.path)
+
+        yield nbytes, fill
+
+
+# --- one array -------------------------------------------------------------------------------------------------
+
+
+def pieces(array: Array, found: Sequence[Move], sources: Sources) -> Iterator[tuple[int, Fill]]:
+    """The jobs of one array: how many bytes each makes, and how."""
+    if array.transposed or any(m.source.transposed or m.to_step > 1 or m.from_step > 1 for m in found):
+        if array.nbytes:
+            yield array.nbytes, lambda into: _assemble(array, found, 0, array.rows, sources, into)
+        return
+    if all(m.columns == array.columns == m.source.columns for m in found):
+        yield from _ranges(array, found, sources)
+        return
+    row_bytes = array.columns * DTYPE_BYTES[array.dtype]
+    step = max(1, PIECE // row_bytes)
+    for row in range(0, array.rows, step):
+        rows = min(step, array.rows - row)
+
+        def band(into: memoryview, row: int = row, rows: int = rows) -> None:
+            _assemble(array, found, row, rows, sources, into)
+
+        yield rows * row_bytes, band
+
+
+def _ranges(array: Array, found: Sequence[Move], sources: Sources) -> Iterator[tuple[int, Fill]]:
+    """Whole rows: a piece is some byte ranges of the sources, zeros between them."""
+    item = DTYPE_BYTES[array.dtype]
+    width = array.columns * item
+    spans = [(move.to_row * width, move.rows * width, move) for move in found]
+    first = 0
+    for start in range(0, array.nbytes, PIECE):
+        end = min(start + PIECE, array.nbytes)
+        parts = []
+        while first < len(spans) and spans[first][0] + spans[first][1] <= start:
+            first += 1
+        for at, nbytes, move in spans[first:]:
+            if at >= end:
+                break
+            low, high = max(at, start), min(at + nbytes, end)
+            parts.append((low - start, high - start, move, (move.from_row * width + low - at) // item))
+
+        def fill(
+            into: memoryview, parts: Sequence[tuple[int, int, Move, int]] = parts, whole: int = end - start
+        ) -> None:
+            if sum(high - low for low, high, _, _ in parts) != whole:
+                into[:] = bytes(whole)
+            for low, high, move, element in parts:
+                _read(move.source, element, array.dtype, into[low:high], sources)
+
+        yield end - start, fill
+
+
+def _read(source: Array, element: int, dtype: str, into: memoryview, sources: Sources) -> None:
+    """Elements of ``source`` from number ``element`` on, as ``dtype``."""
+    item = DTYPE_BYTES[source.dtype]
+    if source.dtype == dtype:
+        sources.read(source, element * item, into)
+        return
+    raw = bytearray(len(into) // DTYPE_BYTES[dtype] * item)
+    sources.read(source, element * item, memoryview(raw))
+    into[:] = cast(raw, source.dtype, dtype)
+
+
+def cast(raw: bytearray | memoryview, source: str, target: str) -> memoryview:
+    """The elements of ``raw`` in another dtype, rounded as torch rounds them."""
+    import torch
+
+    if not len(raw):
+        return memoryview(b"")
+    made = torch.frombuffer(raw, dtype=torch_dtype(source)).to(torch_dtype(target))
+    return memoryview(made.view(torch.uint8).numpy())
+
+
+def _assemble(array: Array, found: Sequence[Move], first: int, rows: int, sources: Sources, into: memoryview) -> None:
+    """Rows ``first`` to ``first + rows`` of an array, element by element in memory."""
+    import numpy as np
+
+    kind = np.dtype(f"u{DTYPE_BYTES[array.dtype]}")
+    matrix: Any = np.zeros((rows, array.columns), kind)
+    for move in found:
+        count = -(-(min(move.to_row + move.rows * move.to_step, first + rows) - move.to_row) // move.to_step)
+        skip = max(0, -(-(first - move.to_row) // move.to_step))
+        if skip >= count:
+            continue
+        block = _block(move, skip, count - skip, array.dtype, sources).view(kind)
+        at = move.to_row + skip * move.to_step - first
+        stop = at + (count - skip - 1) * move.to_step + 1
+        matrix[at : stop : move.to_step, move.to_column : move.to_column + move.columns] = block
+    if array.transposed:
+        matrix = np.ascontiguousarray(matrix.T)
+    into[:] = memoryview(matrix.reshape(-1).view(np.uint8))
+
+
+def _block(move: Move, skip: int, rows: int, dtype: str, sources: Sources) -> Any:
+    """``rows`` rows of a move, from its row ``skip`` on, as a numpy matrix of unsigned integers of ``dtype``'s size."""
+    import numpy as np
+
+    source = move.source
+    item = DTYPE_BYTES[source.dtype]
+    start = move.from_row + skip * move.from_step
+    span = (rows - 1) * move.from_step + 1
+    columns = slice(move.from_column, move.from_column + move.columns)
+    if source.transposed:
+        raw = bytearray(move.columns * source.rows * item)
+        sources.read(source, move.from_column * source.rows * item, memoryview(raw))
+        whole = np.frombuffer(raw, f"u{item}").reshape(move.columns, source.rows)
+        matrix = whole[:, start : start + span : move.from_step].T
+    else:
+        raw = bytearray(span * source.columns * item)
+        sources.read(source, start * source.columns * item, memoryview(raw))
+        matrix = np.frombuffer(raw, f"u{item}").reshape(span, source.columns)[:: move.from_step, columns]
+    if source.dtype != dtype:
+        flat = np.ascontiguousarray(matrix)
+        made = cast(memoryview(flat.reshape(-1).view(np.uint8)), source.dtype, dtype)
+        return np.frombuffer(made, f"u{DTYPE_BYTES[dtype]}").reshape(matrix.shape)
+    return matrix
+
+
+def total(files: Iterable[OutFile]) -> int:
+    """Bytes of all files."""
+    return sum(archive.size(segment) for file in files for segment in file.segments())

@@ -1,0 +1,122 @@
+"""Legacy Megatron checkpoints: one ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` a rank, read and named without torch.
+
+A rank's file is a ``torch.save`` dictionary: ``model`` (``model0``, ``model1``, ... with virtual pipeline stages) and, of
+runs, optimizer and random state. Layer and expert numbers in it start from 0 on each rank (MAPPINGS.md 1.9).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mst_core import torch_dist, torch_pickle
+from mst_core.errors import InputError
+from mst_core.torch_pickle import Stub
+
+FILE = "model_optim_rng.pt"
+RANK = re.compile(r"mp_rank_(\d+)(?:_(\d{3}))?(?:_(\d{3}))?")
+STATE = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine", "num_floating_point_operations_so_far")
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """A tensor in a rank's file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+
+@dataclass
+class Rank:
+    """One rank: its coordinates and, for each virtual stage, its tensors by name."""
+
+    tp: int
+    pp: int
+    ep: int
+    file: Path
+    stages: list[dict[str, RankTensor]]
+    training: list[str] = field(default_factory=list)
+
+
+def is_legacy(model_dir: Path) -> bool:
+    """Whether a Megatron directory holds ``mp_rank_*`` directories and no torch_dist checkpoint."""
+    if (model_dir / ".metadata").is_file() or not (model_dir / torch_dist.TRACKER).is_file():
+        return False
+    try:
+        found = torch_dist.iteration_dir(model_dir)
+    except InputError:
+        return False
+    return not (found / ".metadata").is_file() and any(found.glob("mp_rank_*"))
+
+
+def rank_dir(tp: int, pp: int, ep: int, pipeline: bool, experts: bool) -> str:
+    """The directory of a rank: the pipeline's number only with pipeline stages, the experts' only with expert ranks."""
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pipeline else "") + (f"_{ep:03d}" if experts else "")
+
+
+def read(model_dir: Path) -> list[Rank]:
+    """All ranks of a checkpoint. InputError: unreadable or missing files, formats before Megatron core's names."""
+    directory = torch_dist.iteration_dir(model_dir)
+    ranks, twos = [], []
+    for path in sorted(directory.glob("mp_rank_*")):
+        match = RANK.fullmatch(path.name)
+        if match is None:
+            raise InputError("is no rank's directory", where=path)
+        tp, second, third = (int(part) if part else 0 for part in match.groups())
+        rank = _rank(path / FILE, tp, second, third)
+        ranks.append(rank)
+        if match[2] and not match[3]:
+            twos.append(rank)
+    # mp_rank_00_001 is the second stage, or the second expert rank: there every rank has the embedding.
+    if twos and all(EMBEDDING in rank.stages[0] for rank in twos):
+        for rank in twos:
+            rank.pp, rank.ep = 0, rank.pp
+    have = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
+    sizes = [max(numbers) + 1 for numbers in zip(*have, strict=True)]
+    for tp in range(sizes[0]):
+        for pp in range(sizes[1]):
+            for ep in range(sizes[2]):
+                if (tp, pp, ep) not in have:
+                    raise InputError(f"tensor rank {tp}, stage {pp}, expert rank {ep} is missing", where=directory)
+    return ranks
+
+
+def _rank(path: Path, tp: int, pp: int, ep: int) -> Rank:
+    if not path.is_file():
+        raise InputError("is missing", where=path, hint="copy the whole checkpoint directory again")
+    tree, storages = torch_pickle.open_archive(path)
+    if not isinstance(tree, dict):
+        raise InputError("is not a Megatron checkpoint: no dictionary", where=path)
+    names = (
+        ["model"] if "model" in tree else sorted((n for n in tree if re.fullmatch(r"model\d+", str(n))), key=_number)
+    )
+    if not names:
+        raise InputError("holds no model", where=path)
+    stages = []
+    for name in names:
+        if not isinstance(tree[name], dict) or "language_model" in tree[name]:
+            hint = "load and save it with a Megatron-LM of 2023 to 2025 and --use-mcore-models"
+            raise InputError("was written before Megatron core's names", where=path, hint=hint)
+        tensors = {}
+        for key, value in tree[name].items():
+            if not str(key).endswith("_extra_state"):
+                dtype, shape, offset, _ = torch_pickle.stored_tensor(value, storages, f"{path}: {key}")
+                tensors[str(key)] = RankTensor(dtype, shape, path, offset)
+        stages.append(tensors)
+    return Rank(tp, pp, ep, path, stages, [str(name) for name in tree if name in STATE])
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("model"))
+
+
+def common(path: Path) -> dict[str, Any]:
+    """What a rank's file holds beside the tensors, args as a dictionary; for people and tests."""
+    tree, _ = torch_pickle.open_archive(path)
+    args = tree.get("args")
+    return {**tree, "args": args.state if isinstance(args, Stub) else args}

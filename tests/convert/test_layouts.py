@@ -1,0 +1,149 @@
+"""Every family through every layout and back, bit for bit, on random weights under the names of its rules."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mst_convert import plan as planning
+from mst_convert import work as working
+from mst_convert.spec import ConvertSpec
+from mst_core import checkpoint, manifest
+from mst_core.errors import InputError
+from mst_core.families import family_for
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50, "max_position_embeddings": 64,
+}  # fmt: skip
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+MLA: dict[str, Any] = {
+    **ROUTED, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    "llama, biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "internlm2": {"architectures": ["InternLM2ForCausalLM"]},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": True},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "head_dim": 4},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "attention_bias": True},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
+    "qwen2-moe": {
+        "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2,
+    },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2,
+    },
+    "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], **MLA},
+    "glm4-moe": {"architectures": ["Glm4MoeForCausalLM"], **ROUTED},
+    "gpt-oss": {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+UNEVEN = ("deepseek-v3", "glm4-moe")
+MOE = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "glm4-moe", "gpt-oss")
+
+
+def make(directory: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A Hugging Face directory of random weights."""
+    config = {**SIZES, **CONFIGS[name]}
+    model = family_for(config).model(config)
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(5)
+    state = {
+        spec.name: torch.randn(spec.shape, generator=generator).to(
+            torch.float32 if spec.name.endswith("e_score_correction_bias") else dtype
+        )
+        for spec in model.hf_tensors()
+    }
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def convert(**settings: Any) -> Path:
+    spec = ConvertSpec(**{key: str(value) if key == "model" else value for key, value in settings.items()})
+    working.work(spec, planning.plan(spec))
+    assert checkpoint.verify(spec.out) == []
+    return spec.out
+
+
+def same(first: Path, second: Path) -> None:
+    ours, theirs = (load_file(place / "model.safetensors") for place in (first, second))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_torch_dist_and_back(tmp_path: Path, name: str) -> None:
+    hf = make(tmp_path / "hf", name)
+    forms = ["per-layer"] if name in UNEVEN else ["stacked", "per-layer"]
+    for spec, form in product(("te", "local"), forms):
+        out = convert(model=hf, to="megatron", out=tmp_path / f"{spec}-{form}", spec=spec, form=form, verify="roundtrip")
+        same(hf, convert(model=out, to="hf", out=tmp_path / f"{spec}-{form}-back"))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in UNEVEN])
+def test_hybrid_and_back(tmp_path: Path, name: str) -> None:
+    hf = make(tmp_path / "hf", name)
+    out = convert(model=hf, to="megatron", out=tmp_path / "m", spec="hybrid")
+    same(hf, convert(model=out, to="hf", out=tmp_path / "back"))
+    te = convert(model=out, to="megatron", out=tmp_path / "te", max_shard_size=5000)
+    assert len(list((te / "release").glob("*.distcp"))) > 1
+    same(hf, convert(model=te, to="hf", out=tmp_path / "again"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_legacy_and_back(tmp_path: Path, name: str) -> None:
+    hf = make(tmp_path / "hf", name)
+    cases = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1)]
+    cases += [(2, 1, 1, 2), (2, 2, 2, 2)] if name in MOE else []
+    for number, (tp, pp, vp, ep) in enumerate(cases):
+        spec, experts = ("te", "grouped") if number % 2 else ("local", "sequential")
+        out = convert(
+            model=hf, to="megatron-legacy", out=tmp_path / f"{number}", tp=tp, pp=pp, vp=vp, ep=ep, spec=spec,
+            experts=experts, vocab_padding=8,
+        )  # fmt: skip
+        assert len(list((out / "release").iterdir())) == tp * pp * ep
+        same(hf, convert(model=out, to="hf", out=tmp_path / f"{number}-back"))
+    again = convert(model=out, to="megatron", out=tmp_path / "dist", form="per-layer")
+    same(hf, convert(model=again, to="hf", out=tmp_path / "last"))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_do_not_change_the_id(tmp_path: Path, workers: int) -> None:
+    hf = make(tmp_path / "hf", "qwen3-moe")
+    one = convert(model=hf, to="megatron", out=tmp_path / "one", workers=1)
+    other = convert(model=hf, to="megatron", out=tmp_path / "other", workers=workers)
+    assert manifest.read(one).id == manifest.read(other).id
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss", "llama"])
+def test_a_cast_keeps_the_routers_bias(tmp_path: Path, name: str) -> None:
+    hf = make(tmp_path / "hf", name, torch.float32)
+    out = convert(model=hf, to="megatron", out=tmp_path / "m", dtype="bf16")
+    back = load_file(convert(model=out, to="hf", out=tmp_path / "back") / "model.safetensors")
+    for key, tensor in load_file(hf / "model.safetensors").items():
+        wanted = tensor if key.endswith("e_score_correction_bias") else tensor.bfloat16()
+        assert torch.equal(back[key], wanted), key
+
+
+def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "deepseek-v3")
+    with pytest.raises(InputError, match="only layers that are all alike"):
+        convert(model=hf, to="megatron", out=tmp_path / "m", form="stacked")
+    with pytest.raises(InputError, match="no hybrid pattern"):
+        convert(model=hf, to="megatron", out=tmp_path / "m", spec="hybrid")
