@@ -45,7 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2,
     },
     "qwen3-moe": {
-        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2,
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 12,
+        "num_experts_per_tok": 2,
     },
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], **MLA},
     "glm4-moe": {"architectures": ["Glm4MoeForCausalLM"], **ROUTED},
@@ -92,7 +93,8 @@ def test_torch_dist_and_back(tmp_path: Path, name: str) -> None:
     hf = make(tmp_path / "hf", name)
     forms = ["per-layer"] if name in UNEVEN else ["stacked", "per-layer"]
     for spec, form in product(("te", "local"), forms):
-        out = convert(model=hf, to="megatron", out=tmp_path / f"{spec}-{form}", spec=spec, form=form, verify="roundtrip")
+        place = tmp_path / f"{spec}-{form}"
+        out = convert(model=hf, to="megatron", out=place, spec=spec, form=form, verify="roundtrip")
         same(hf, convert(model=out, to="hf", out=tmp_path / f"{spec}-{form}-back"))
 
 

@@ -1,13 +1,13 @@
 """Files written from a recipe: literal bytes and arrays whose elements are moved from other files, by a few workers.
 
 One stream of jobs, in the order of the output, feeds all workers: each reads (and converts) up to 512 KB, writes it at
-its place, and waits for its file's turn to hash it, so that the digest and the zip crc are of the bytes in order, however
-many workers there are. Where no dtype changes and rows stay whole, a job is a list of byte ranges; rows cut by tensor
-parallelism are copied in bands; only transposed or interleaved sources are assembled whole. See MEGATRON.md, "How fast a
-conversion can be", for why pieces are small and pages are dropped early.
+its place, and waits for its file's turn to hash it, so that the digest and the zip crc are of the bytes in order,
+however many workers there are. Where no dtype changes and rows stay whole, a job is a list of byte ranges; rows cut by
+tensor parallelism are copied in bands; only transposed or interleaved sources are assembled whole. See MEGATRON.md,
+"How fast a conversion can be", for why pieces are small and pages are dropped early.
 
-``JOURNAL`` in the staging directory notes every finished array with the digest of its file up to there. A later run that
-resumes reads what is there instead of the source, and goes on where the digest still agrees.
+``JOURNAL`` in the staging directory notes every finished array with the digest of its file up to there. A later run
+that resumes reads what is there instead of the source, and goes on where the digest still agrees.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,7 @@ class Copying:
         """Elements that came from a source."""
         self.used: set[str] = set()
         """The source arrays, by name."""
-        self._error: BaseException | None = None
+        self._failed = False
         self._files: list[_Out] = []
         self._journal_path = staging.path / JOURNAL
         self._known = read_journal(self._journal_path) if resume else {}
@@ -182,18 +183,15 @@ class Copying:
 
     def run(self) -> None:
         """Write every file. The first error of any worker is raised when all have stopped."""
-        threads = [threading.Thread(target=self._work, name=f"copy-{n}") for n in range(self._workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self._workers) as pool:
+            workers = [pool.submit(self._work) for _ in range(self._workers)]
         self._sources.close()
         os.close(self._journal)
         for out in self._files:
             if out.handle >= 0:
                 os.close(out.handle)
-        if self._error is not None:
-            raise self._error
+        for worker in workers:
+            worker.result()
         self._journal_path.unlink()
 
     # --- the stream of jobs ------------------------------------------------------------------------------------
@@ -253,12 +251,13 @@ class Copying:
 
     def _work(self) -> None:
         buffer = bytearray(PIECE)
+        finished = False
         try:
-            while self._error is None:
+            while not self._failed:
                 with self._pull:
                     job = next(self._jobs, None)
                 if job is None:
-                    return
+                    break
                 if job.nbytes > len(buffer):
                     buffer = bytearray(job.nbytes)
                 view = memoryview(buffer)[: job.nbytes]
@@ -266,10 +265,11 @@ class Copying:
                     job.fill(view)
                     self._put(job, view)
                 self._finish(job, view)
-        except BaseException as error:
+            finished = True
+        finally:
             # One failure stops all: the others may be waiting for this worker's turn to pass.
-            self._error = self._error or error
-            for out in self._files:
+            self._failed = self._failed or not finished
+            for out in self._files if self._failed else ():
                 with out.change:
                     out.change.notify_all()
 
@@ -278,7 +278,7 @@ class Copying:
         out = job.file
         with out.change:
             while out.turn != job.index:
-                if self._error is not None:
+                if self._failed:
                     return
                 out.change.wait()
             if job.late is not None:

@@ -1,4 +1,4 @@
-"""Legacy checkpoints as a source: every rank's tensors placed in the native matrices (MAPPINGS.md 1.1, 1.2, 1.7, 1.9)."""
+"""Legacy checkpoints as a source: every rank's tensors placed in native matrices (MAPPINGS.md 1.1, 1.2, 1.7, 1.9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Legacy checkpoints as a target: one file a rank, for any TP, PP, VPP and EP that divides the model (MAPPINGS.md 1.9)."""
+"""Legacy checkpoints as a target: a file a rank, for any TP, PP, VPP and EP that divide the model (MAPPINGS.md 1.9)."""
 
 from __future__ import annotations
 

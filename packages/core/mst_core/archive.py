@@ -1,4 +1,4 @@
-"""``torch.save`` archives to be written in one pass: literal bytes, arrays to be copied in, and tails that need their crc.
+"""``torch.save`` archives written in one pass: literal bytes, arrays to be copied in, and tails that need their crc.
 
 An archive is a zip of uncompressed entries. An array's crc is known only after it was copied, so its entry has a data
 descriptor behind it (zip's general purpose bit 3) and the crc stands in the central directory at the end, where readers
@@ -25,7 +25,7 @@ LIMIT = BIG = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Late:
-    """``nbytes`` bytes that are made of the crc32 of the arrays of this archive so far. ``closes``: the archive ends."""
+    """``nbytes`` bytes made of the crc32 of the arrays of this archive so far. ``closes``: the archive ends."""
 
     nbytes: int
     make: Callable[[Sequence[int]], bytes]

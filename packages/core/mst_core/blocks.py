@@ -1,8 +1,8 @@
 """Where the elements of a native matrix lie: rectangles (Block) of arrays in files, and the moves between two layouts.
 
-A layout, whatever it is (Hugging Face files, torch_dist chunks, legacy ranks), is a list of blocks that tile each native
-matrix (families.Task). Two such lists over the same matrix, one to read and one to write, give the moves of a conversion:
-no layout knows another. Nothing here reads a byte.
+A layout, whatever it is (Hugging Face files, torch_dist chunks, legacy ranks), is a list of blocks that tile each
+native matrix (families.Task). Two such lists over the same matrix, one to read and one to write, give the moves of a
+conversion: no layout knows another. Nothing here reads a byte.
 """
 
 from __future__ import annotations

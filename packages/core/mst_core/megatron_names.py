@@ -1,7 +1,7 @@
 """What a native tensor is called in each kind of Megatron checkpoint (MAPPINGS.md 1.6 to 1.9).
 
 Native names (families.Task) are those of TransformerEngine's spec in torch_dist. The local spec calls some norms
-otherwise, HybridModel counts attention and MLP as two layers, and a legacy state dict has names of its own for norms and
+otherwise, HybridModel counts attention and MLP as two layers, and a legacy state dict has its own names for norms and
 experts. Only names: where a tensor's elements are is the business of torch_dist.py and legacy.py.
 """
 

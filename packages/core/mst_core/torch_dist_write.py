@@ -1,8 +1,8 @@
 """The one writer of Megatron's torch_dist checkpoints in the house, one tensor at a time.
 
 Layout (MEGATRON.md): ``PREFIX/__0_*.distcp`` hold one ``torch.save`` archive a chunk, one chunk a layer (and expert);
-``.metadata``, ``metadata.json``; the tracker file and ``hf/`` beside. Nothing in the bytes depends on time, path, process
-or the version of torch. ``Layout`` is for copying from files, ``TorchDistWriter`` for tensors in memory.
+``.metadata``, ``metadata.json``; the tracker file and ``hf/`` beside. Nothing in the bytes depends on time, path,
+process or the version of torch. ``Layout`` is for copying from files, ``TorchDistWriter`` for tensors in memory.
 """
 
 from __future__ import annotations
