@@ -1,7 +1,7 @@
 """Legacy Megatron checkpoints: one ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` a rank, read and named without torch.
 
-A rank's file is a ``torch.save`` dictionary: ``model`` (``model0``, ``model1``, ... with virtual pipeline stages) and, of
-runs, optimizer and random state. Layer and expert numbers in it start from 0 on each rank (MAPPINGS.md 1.9).
+A rank's file is a ``torch.save`` dictionary: ``model`` (``model0``, ``model1``, ... with virtual pipeline stages) and,
+of runs, optimizer and random state. Layer and expert numbers in it start from 0 on each rank (MAPPINGS.md 1.9).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mst_core.torch_pickle import Stub
 
 FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d{3}))?(?:_(\d{3}))?")
+VIRTUAL = re.compile(r"model[0-9]{1,9}")
 STATE = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine", "num_floating_point_operations_so_far")
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -68,10 +69,12 @@ def read(model_dir: Path) -> list[Rank]:
         if match is None:
             raise InputError("is no rank's directory", where=path)
         tp, second, third = (int(part) if part else 0 for part in match.groups())
-        rank = _rank(path / FILE, tp, second, third)
+        rank = _rank(path / FILE, model_dir, tp, second, third)
         ranks.append(rank)
         if match[2] and not match[3]:
             twos.append(rank)
+    if not ranks:
+        raise InputError("holds no mp_rank_* directories", where=directory)
     # mp_rank_00_001 is the second stage, or the second expert rank: there every rank has the embedding.
     if twos and all(EMBEDDING in rank.stages[0] for rank in twos):
         for rank in twos:
@@ -86,15 +89,12 @@ def read(model_dir: Path) -> list[Rank]:
     return ranks
 
 
-def _rank(path: Path, tp: int, pp: int, ep: int) -> Rank:
-    if not path.is_file():
-        raise InputError("is missing", where=path, hint="copy the whole checkpoint directory again")
-    tree, storages = torch_pickle.open_archive(path)
+def _rank(path: Path, root: Path, tp: int, pp: int, ep: int) -> Rank:
+    tree, storages = torch_pickle.open_archive(path, root)
     if not isinstance(tree, dict):
         raise InputError("is not a Megatron checkpoint: no dictionary", where=path)
-    names = (
-        ["model"] if "model" in tree else sorted((n for n in tree if re.fullmatch(r"model\d+", str(n))), key=_number)
-    )
+    virtual = [name for name in tree if isinstance(name, str) and VIRTUAL.fullmatch(name)]
+    names = ["model"] if "model" in tree else sorted(virtual, key=_number)
     if not names:
         raise InputError("holds no model", where=path)
     stages = []
@@ -104,9 +104,11 @@ def _rank(path: Path, tp: int, pp: int, ep: int) -> Rank:
             raise InputError("was written before Megatron core's names", where=path, hint=hint)
         tensors = {}
         for key, value in tree[name].items():
-            if not str(key).endswith("_extra_state"):
+            if not isinstance(key, str):
+                raise InputError(f"names a tensor {key!r:.100}", where=path)
+            if not key.endswith("_extra_state"):
                 dtype, shape, offset, _ = torch_pickle.stored_tensor(value, storages, f"{path}: {key}")
-                tensors[str(key)] = RankTensor(dtype, shape, path, offset)
+                tensors[key] = RankTensor(dtype, shape, path, offset)
         stages.append(tensors)
     return Rank(tp, pp, ep, path, stages, [str(name) for name in tree if name in STATE])
 
@@ -118,5 +120,7 @@ def _number(name: str) -> int:
 def common(path: Path) -> dict[str, Any]:
     """What a rank's file holds beside the tensors, args as a dictionary; for people and tests."""
     tree, _ = torch_pickle.open_archive(path)
+    if not isinstance(tree, dict):
+        raise InputError("is not a Megatron checkpoint: no dictionary", where=path)
     args = tree.get("args")
     return {**tree, "args": args.state if isinstance(args, Stub) else args}

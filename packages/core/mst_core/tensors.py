@@ -7,13 +7,14 @@ then the data, without gaps (github.com/huggingface/safetensors). dtypes keep th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mst_core.errors import InputError, MstError, many
+from mst_core.untrusted import MAX_JSON, parse_json, read_bytes, regular, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -102,22 +103,16 @@ def config(model_dir: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or InputError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot be read as JSON: {error}", where=path) from error
-    if not isinstance(value, dict):
-        raise InputError("is not a JSON object", where=path)
-    return value
+    return parse_json(read_bytes(path, MAX_JSON), path)
 
 
 def headers(model_dir: Path) -> dict[str, TensorRef]:
     """Every tensor of the directory by name. All faults of all shards come in one InputError."""
     if not model_dir.is_dir():
         raise InputError("is not a directory", where=model_dir)
-    if (model_dir / INDEX).is_file():
-        return _indexed(model_dir)
-    if (model_dir / SINGLE).is_file():
+    if (model_dir / INDEX).exists():
+        return indexed(model_dir / INDEX, file_headers)
+    if (model_dir / SINGLE).exists():
         return file_headers(model_dir / SINGLE)
     raise _no_weights(model_dir)
 
@@ -139,56 +134,50 @@ def _no_weights(model_dir: Path) -> InputError:
     return InputError(f"holds neither {SINGLE} nor {INDEX}", where=model_dir, hint="give a Hugging Face directory")
 
 
-def _indexed(model_dir: Path) -> dict[str, TensorRef]:
-    index = model_dir / INDEX
+def indexed(index: Path, read_shard: Callable[[Path], dict[str, TensorRef]]) -> dict[str, TensorRef]:
+    """Every tensor of the shards that an index names. InputError: what shards hold and what the index says differ."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError("has no weight_map", where=index)
+    if not isinstance(weight_map, dict) or not weight_map or not all(type(s) is str for s in weight_map.values()):
+        raise InputError("has no weight_map from names to files", where=index)
+    names: dict[str, list[str]] = {}
     faults: list[MstError] = []
+    for name, shard in weight_map.items():
+        names.setdefault(shard, []).append(name)
     found: dict[str, TensorRef] = {}
-    for shard in sorted({str(name) for name in weight_map.values()}):
-        if Path(shard).name != shard or shard in (".", ".."):
-            faults.append(InputError(f"names a shard outside the directory: {shard}", where=index))
+    for shard, promised in sorted(names.items()):
+        if Path(shard).name != shard or shard in ("", ".", ".."):
+            faults.append(InputError(f"names a shard outside the directory: {shard[:300]}", where=index))
             continue
         try:
-            for name, ref in file_headers(model_dir / shard).items():
-                if name in found:
-                    faults.append(InputError(f"{name} is in {found[name].file.name} too", where=ref.file))
-                elif name not in weight_map:
-                    faults.append(InputError(f"holds {name}, which the index leaves out", where=ref.file))
-                elif weight_map[name] != shard:
-                    faults.append(
-                        InputError(f"holds {name}, which the index puts in {weight_map[name]}", where=ref.file)
-                    )
-                found[name] = ref
+            held = read_shard(index.parent / shard)
         except InputError as error:
             faults.append(error)
-    if not faults:
-        faults = [
-            InputError(f"puts {name} in {shard}, which does not hold it", where=index)
-            for name, shard in weight_map.items()
-            if name not in found
-        ]
+            continue
+        for name, ref in held.items():
+            if name in found:
+                faults.append(InputError(f"{name} is in {found[name].file.name} too", where=ref.file))
+            elif name not in weight_map:
+                faults.append(InputError(f"holds {name}, which the index leaves out", where=ref.file))
+            elif weight_map[name] != shard:
+                faults.append(InputError(f"holds {name}, which the index puts in {weight_map[name]}", where=ref.file))
+            found[name] = ref
+        missing = [name for name in promised if name not in held]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            faults.append(InputError(f"puts {missing[0]}{more} in {shard}, which does not hold it", where=index))
     if faults:
-        raise many(faults, what=f"{model_dir} cannot be read:", hint="download the directory again")
+        raise many(faults, what=f"{index.parent} cannot be read:", hint="download the directory again")
     return found
 
 
 def file_headers(path: Path) -> dict[str, TensorRef]:
     """Every tensor of one safetensors file. InputError: missing, truncated, bad header, gaps or overlaps."""
-    if not path.is_file():
-        raise InputError("this shard is missing", where=path, hint="download the directory again")
-    total = path.stat().st_size
+    total = regular(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or length > min(total - 8, MAX_HEADER):
             raise InputError(f"is truncated or no safetensors file ({total} bytes)", where=path)
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise InputError(f"has a header that is no JSON: {error}", where=path) from error
-    if not isinstance(header, dict):
-        raise InputError("has a header that is no JSON object", where=path)
+        header = parse_json(file.read(length), path, "has a header that is no JSON")
     refs = {name: _ref(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
     end = 8 + length
     for ref in sorted(refs.values(), key=lambda ref: (ref.offset, ref.nbytes)):
@@ -202,23 +191,16 @@ def file_headers(path: Path) -> dict[str, TensorRef]:
 
 
 def _ref(path: Path, name: str, entry: object, base: int) -> TensorRef:
-    bad = InputError(f"has an unreadable header entry for {name}", where=path)
-    if not isinstance(entry, dict):
-        raise bad
-    dtype, shape, offsets = entry.get("dtype"), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    read = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = read.get("dtype"), sizes(read.get("shape")), sizes(read.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype, str):
-        raise bad
+        raise InputError(f"has an unreadable header entry for {name}", where=path)
     if dtype not in DTYPE_BYTES:
-        raise InputError(f"{name} has the dtype {dtype}, which is not known", where=path)
+        raise InputError(f"{name} has the dtype {dtype[:100]}, which is not known", where=path)
     nbytes = offsets[1] - offsets[0]
     if nbytes != prod(shape) * DTYPE_BYTES[dtype]:
         raise InputError(f"{name} {dtype} {list(shape)} does not take {nbytes} bytes", where=path)
-    return TensorRef(name, dtype, tuple(shape), path, base + offsets[0], nbytes)
-
-
-def _sizes(value: Any) -> list[int] | None:
-    """A list of sizes, if it is one (JSON's true is no size)."""
-    return value if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) else None
+    return TensorRef(name, dtype, shape, path, base + offsets[0], nbytes)
 
 
 def read(ref: TensorRef) -> torch.Tensor:

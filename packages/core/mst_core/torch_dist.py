@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from mst_core.tensors import DTYPE_BYTES, read_into, read_json, torch_dtype
 
 # The writer belongs to this format, and those who read its contract look for it here.
 from mst_core.torch_dist_write import TorchDistWriter, Written, objects, release_state, write_megatron_sidecar
+from mst_core.untrusted import read_bytes, regular, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +37,9 @@ __all__ = [
     "blocks",
     "checkpoint_dir",
     "common_state",
+    "data_offset",
     "find",
     "is_megatron",
-    "data_offset",
     "metadata",
     "objects",
     "read",
@@ -47,6 +49,10 @@ __all__ = [
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+MAX_TRACKER = 64
+"""Bytes of the largest tracker that is read."""
+MAX_STAGGERED = 500
+"""Chunks of one tensor that are compared pair by pair, where they form no grid."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,9 @@ def iteration_dir(model_dir: Path) -> Path:
     if not tracker.is_file():
         hint = "give a Megatron checkpoint, or convert: mst-convert --model HF_DIR --to megatron --out DIR"
         raise InputError(f"holds no {TRACKER}", where=model_dir, hint=hint)
-    named = tracker.read_text(errors="replace").strip()
-    if named != "release" and not named.isdigit():
-        raise InputError(f"names {named[:40]!r}, neither release nor an iteration", where=tracker)
+    named = read_bytes(tracker, MAX_TRACKER).decode("ascii", "replace").strip()
+    if named != "release" and not named.isdecimal():
+        raise InputError(f"names {named!r}, neither release nor an iteration", where=tracker)
     found = model_dir / ("release" if named == "release" else f"iter_{int(named):07d}")
     if not found.is_dir():
         raise InputError(f"names {named}, but {found.name}/ does not exist", where=tracker)
@@ -131,56 +137,72 @@ def metadata(directory: Path) -> dict[str, StoredTensor]:
 
 def contents(directory: Path) -> Contents:
     """Tensors and objects. InputError: unreadable metadata, missing or truncated files, chunks that do not tile."""
-    directory = checkpoint_dir(directory)
+    root, directory = directory, checkpoint_dir(directory)
     path = directory / ".metadata"
     if (directory / "metadata.json").is_file():
         backend = read_json(directory / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":
             raise InputError(f"the backend is {backend!r}, only torch_dist can be read", where=directory)
-    return _contents(directory, path.stat().st_mtime_ns)
+    return _contents(directory, root, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
-def _contents(directory: Path, mtime: int) -> Contents:
+def _contents(directory: Path, root: Path, mtime: int) -> Contents:
     path = directory / ".metadata"
-    root = torch_pickle.loads(path.read_bytes(), str(path))
+    tree = torch_pickle.loads(read_bytes(path, torch_pickle.MAX_PICKLE, root), str(path))
     try:
-        return _parse(directory, root)
+        found = _parse(directory, tree)
     except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
         raise InputError(f"is not the metadata of a checkpoint: {error}", where=path) from error
+    _check_files(root, found)
+    return found
 
 
-def _parse(directory: Path, root: Any) -> Contents:
+def _parse(directory: Path, tree: Any) -> Contents:
     places: dict[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]] = {}
-    for index, info in root["storage_data"].items():
-        offset = index["offset"]
-        places[index["fqn"], None if offset is None else tuple(offset)] = _place(directory, info)
+    for index, info in tree["storage_data"].items():
+        offset = None if index["offset"] is None else _sizes(index["offset"])
+        places[_text(index["fqn"]), offset] = _place(directory, info)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
-    for key, entry in root["state_dict_metadata"].items():
+    for name, entry in tree["state_dict_metadata"].items():
+        key = _text(name)
         if entry.name.endswith("BytesStorageMetadata"):
             if (key, None) in places:
                 objects[key] = StoredObject(key, *places[key, None])
             continue
         chunks = []
         for chunk in entry["chunks"]:
-            offsets = tuple(chunk["offsets"])
+            offsets = _sizes(chunk["offsets"])
             if (key, offsets) not in places:
                 raise InputError(f"{key}: the chunk at {list(offsets)} is stored nowhere", where=directory)
-            chunks.append(Chunk(offsets, tuple(chunk["sizes"]), *places[key, offsets]))
+            chunks.append(Chunk(offsets, _sizes(chunk["sizes"]), *places[key, offsets]))
         dtype = entry["properties"].state[0]
-        stored = StoredTensor(key, tuple(entry["size"]), dtype, tuple(chunks))
+        stored = StoredTensor(key, _sizes(entry["size"]), dtype, tuple(chunks))
         _check(stored, directory)
         tensors[key] = stored
-    _check_files(directory, [*objects.values(), *(chunk for t in tensors.values() for chunk in t.chunks)])
     return Contents(tensors, objects)
 
 
+def _sizes(value: Any) -> tuple[int, ...]:
+    found = sizes(value)
+    if found is None:
+        raise ValueError("sizes or offsets that are none")
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a name that is no text")
+    return value
+
+
 def _place(directory: Path, info: Any) -> tuple[Path, int, int]:
-    name = info["relative_path"]
-    if Path(name).name != name:
-        raise InputError(f"names a file outside the directory: {name}", where=directory)
-    return directory / name, int(info["offset"]), int(info["length"])
+    name = _text(info["relative_path"])
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise InputError(f"names a file outside the directory: {name[:300]}", where=directory)
+    offset, length = _sizes([info["offset"], info["length"]])
+    return directory / name, offset, length
 
 
 def _check(stored: StoredTensor, directory: Path) -> None:
@@ -188,7 +210,7 @@ def _check(stored: StoredTensor, directory: Path) -> None:
         raise InputError(f"{stored.key} has a dtype that is not known", where=directory)
     for chunk in stored.chunks:
         inside = all(
-            offset >= 0 and size > 0 and offset + size <= whole
+            size > 0 and offset + size <= whole
             for offset, size, whole in zip(chunk.offsets, chunk.sizes, stored.shape, strict=True)
         )
         if not inside:
@@ -200,29 +222,49 @@ def _check(stored: StoredTensor, directory: Path) -> None:
         raise InputError(f"{stored.key}: the chunks hold {total} of {prod(stored.shape)} elements", where=directory)
 
 
-def _overlap(chunks: Sequence[Chunk]) -> str | None:
-    """The places of two chunks that share an element. With the right total, disjoint chunks tile the tensor."""
-    live: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
-        if chunk.offsets:
-            live = [other for other in live if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
-        for other in live:
-            pairs = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < b + other_size and b < a + size for a, size, b, other_size in pairs):
-                return f"{list(other.offsets)} and {list(chunk.offsets)}"
-        live.append(chunk)
+def _overlap(chunks: Sequence[Chunk], axis: int = 0) -> str | None:
+    """The places of two chunks that share an element. With the right total, disjoint chunks tile the tensor.
+
+    Chunks that are cut at the same places of an axis are compared along the next one; those that are not, by pairs.
+    """
+    if len(chunks) < 2:
+        return None
+    if axis == len(chunks[0].offsets):
+        return _pair(chunks[0], chunks[1])
+    groups: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault((chunk.offsets[axis], chunk.sizes[axis]), []).append(chunk)
+    spans = sorted(groups)
+    if all(start + size <= after for (start, size), (after, _) in pairwise(spans)):
+        return next((found for group in groups.values() if (found := _overlap(group, axis + 1))), None)
+    if len(chunks) > MAX_STAGGERED:
+        return f"{list(chunks[0].offsets)} and others form no grid and may"
+    for one, other in combinations(chunks, 2):
+        pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        if all(a < b + other_size and b < a + size for a, size, b, other_size in pairs):
+            return _pair(one, other)
     return None
 
 
-def _check_files(directory: Path, items: list[Any]) -> None:
-    ends: dict[Path, int] = {}
-    for item in items:
-        ends[item.file] = max(ends.get(item.file, 0), item.file_offset + item.length)
-    for file, end in sorted(ends.items()):
-        if not file.is_file():
-            raise InputError("is missing", where=file, hint="copy the whole checkpoint directory again")
-        if file.stat().st_size < end:
-            raise InputError(f"is truncated: {file.stat().st_size} bytes, {end} are needed", where=file)
+def _pair(one: Chunk, other: Chunk) -> str:
+    return f"{list(one.offsets)} and {list(other.offsets)}"
+
+
+def _check_files(root: Path, found: Contents) -> None:
+    """Refuse files that are missing, short or outside, and bytes that belong to two entries."""
+    ranges: dict[Path, list[tuple[int, int, str]]] = {}
+    chunks = ((chunk, tensor.key) for tensor in found.tensors.values() for chunk in tensor.chunks)
+    for item, key in [*chunks, *((item, item.key) for item in found.objects.values())]:
+        ranges.setdefault(item.file, []).append((item.file_offset, item.file_offset + item.length, key))
+    for file, taken in sorted(ranges.items()):
+        size = regular(file, root)
+        taken.sort()
+        end = max(end for _, end, _ in taken)
+        if size < end:
+            raise InputError(f"is truncated: {size} bytes, {end} are needed", where=file)
+        for (_, end, first), (start, _, second) in pairwise(taken):
+            if start < end:
+                raise InputError(f"{first} and {second} have bytes in common", where=file)
 
 
 def find(stored: Mapping[str, StoredTensor], key: str, layer: int | None) -> tuple[StoredTensor, int | None]:

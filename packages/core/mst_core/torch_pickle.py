@@ -1,26 +1,29 @@
 """Pickles and ``torch.save`` archives without torch: read without running anything, written to the same bytes always.
 
-Reading: every global becomes a stub that only remembers its name and its arguments; a name outside the allow-list
-is refused. Writing: a small emitter, because the bytes of pickle and of torch.save change between versions and with
-object identity, and a checkpoint's id must not. A ``torch.save`` archive is a zip of uncompressed entries; a tensor's
-data is the entry ``archive/data/0`` (MEGATRON.md, "torch_dist on disk"); mst_core.archive writes them.
+Reading: mst_core.unpickling makes stubs of what a pickle speaks of; here are the archives around the pickles. A
+``torch.save`` archive is a zip of uncompressed entries; a tensor's data is the entry ``archive/data/0`` (MEGATRON.md,
+"torch_dist on disk"). Its directory is read here and not by zipfile, because every entry must be plain, lie inside the
+file and share no byte with another. Writing: a small emitter, because the bytes of pickle and of torch.save change
+between versions and with object identity, and a checkpoint's id must not; mst_core.archive writes the archives.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import struct
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mst_core.errors import InputError
-from mst_core.tensors import DTYPE_BYTES, DTYPE_NAMES, TORCH_NAMES
+from mst_core.tensors import DTYPE_BYTES, TORCH_NAMES
+from mst_core.unpickling import Named, Stub, loads
+from mst_core.untrusted import MAX_SIZE, regular, sizes
+
+__all__ = ["Named", "Stub", "loads"]
 
 STORAGES = {
     "F64": "DoubleStorage",
@@ -34,237 +37,180 @@ STORAGES = {
     "U8": "ByteStorage",
     "BOOL": "BoolStorage",
 }
+MAX_PICKLE = 1 << 30
+"""Bytes of the largest pickle that is read: the .metadata of a few million chunks."""
+MAX_DIRECTORY = 1 << 28
+"""Bytes of the largest directory of an archive: two million storages."""
 
 # --- reading ---------------------------------------------------------------------------------------------------
 
-
-class Stub:
-    """An object of a class that was not imported: its name, what it was called with, the state it was given."""
-
-    name = ""
-
-    def __new__(cls, *args: Any) -> Stub:
-        # Unpickling may leave __init__ out, never __new__.
-        stub = object.__new__(cls)
-        stub.args = args
-        stub.state = None
-        return stub
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, key: str) -> Any:
-        """A field of a dataclass."""
-        return (self.state or {}).get(key)
-
-    def __hash__(self) -> int:
-        # A MetadataIndex is a dictionary key before its state arrives, so identity it is.
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def append(self, item: Any) -> None:
-        """Containers of stubbed classes may be filled: the contents are not needed."""
-
-    def extend(self, items: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+Read = Callable[[int, int], bytes]
+"""``read(offset, count)`` gives bytes of an archive."""
 
 
-ALLOWED = (
-    "torch.distributed.checkpoint.",
-    "torch.distributed._shard.",
-    "torch.storage.",
-    "torch.serialization._get_layout",
-    "torch._utils._rebuild_tensor",
-    "torch._utils._rebuild_parameter",
-    "megatron.core.",
-    "argparse.Namespace",
-    "signal.Signals",
-    "pathlib.",
-    "numpy.",
-    "_codecs.encode",
-    "_io.BytesIO",
-    "collections.OrderedDict",
-)
+class _Entry(NamedTuple):
+    """Where the content of an archive's entry is; its crc, unless an array's, is checked when it is read."""
 
-
-def _stub_class(full_name: str) -> type[Stub]:
-    class Named(Stub):
-        name = full_name
-
-    return Named
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, where: str) -> None:
-        super().__init__(file)
-        self._where = where
-        self._stubs: dict[str, type[Stub]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full == "torch.Size":
-            return tuple
-        if module == "torch" and name in DTYPE_NAMES:
-            return DTYPE_NAMES[name]
-        if full == "collections.OrderedDict":
-            return dict
-        if full.startswith(ALLOWED) or (module == "torch" and name.endswith("Storage")):
-            if full not in self._stubs:
-                self._stubs[full] = _stub_class(full)
-            return self._stubs[full]
-        raise InputError(f"the pickle asks for {full}, which no checkpoint needs: not read", where=self._where)
-
-    def persistent_load(self, pid: Any) -> Any:
-        return Stub(*pid)
-
-
-def loads(data: bytes, where: str) -> Any:
-    """Unpickle with stubs. InputError: not a pickle, or a global that is not on the list."""
-    try:
-        return _Unpickler(io.BytesIO(data), where).load()
-    except InputError:
-        raise
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise InputError(f"cannot be unpickled: {error}", where=where) from error
+    start: int
+    size: int
+    crc: int
 
 
 def load_archive(data: bytes, where: str) -> Any:
     """The object of a ``torch.save`` archive; tensors in it come as stubs."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            name = next((n for n in archive.namelist() if n.endswith("/data.pkl")), None)
-            if name is None:
-                raise InputError("an archive holds no data.pkl", where=where)
-            return loads(archive.read(name), where)
-    except zipfile.BadZipFile as error:
-        raise InputError(f"an archive is damaged: {error}", where=where) from error
+    return _open(lambda offset, count: data[offset : offset + count], len(data), where)[0]
 
 
-def tensor_data(read: Callable[[int, int], bytes], length: int, where: str) -> tuple[str, tuple[int, ...], int, int]:
+def open_archive(path: Path, root: Path | None = None) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The object of a ``torch.save`` file, tensors as stubs, and (offset, bytes) of each storage in the file."""
+    length = regular(path, root)
+    with path.open("rb", buffering=0) as file:
+
+        def read(offset: int, count: int) -> bytes:
+            file.seek(offset)
+            return file.read(count)
+
+        return _open(read, length, str(path))
+
+
+def tensor_data(read: Read, length: int, where: str) -> tuple[str, tuple[int, ...], int, int]:
     """Dtype, shape, and (offset, bytes) of the data in a ``torch.save`` archive of one tensor.
 
-    ``read(offset, count)`` gives bytes of the archive, so that the data itself need not be read to find it.
+    Only the archive's directory and its pickle are read, not the data.
     """
-    view = _Window(read, length)
-    try:
-        with zipfile.ZipFile(io.BufferedReader(view)) as archive:
-            names = {info.filename: info for info in archive.infolist()}
-            pickled = next((n for n in names if n.endswith("/data.pkl")), None)
-            stored = [info for n, info in names.items() if "/data/" in n]
-            if pickled is None or len(stored) != 1 or stored[0].compress_type != zipfile.ZIP_STORED:
-                raise InputError("a chunk is not one plain tensor", where=where)
-            tensor = loads(archive.read(pickled), where)
-    except (zipfile.BadZipFile, struct.error) as error:
-        raise InputError(f"a chunk is damaged: {error}", where=where) from error
-    name_length, extra_length = struct.unpack("<26xHH", read(stored[0].header_offset, 30))
-    start = stored[0].header_offset + 30 + name_length + extra_length
-    dtype, shape = _layout(tensor, where)
-    return dtype, shape, start, stored[0].file_size
+    tensor, storages = _open(read, length, where)
+    if len(storages) != 1:
+        raise InputError("a chunk is not one plain tensor", where=where)
+    dtype, shape, _, offset = _layout(tensor, where)
+    if offset:
+        raise InputError("a tensor is not stored row by row", where=where)
+    return dtype, shape, *next(iter(storages.values()))
 
 
-def open_archive(path: Path) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """The object of a ``torch.save`` file, tensors as stubs, and (offset, bytes) of each storage in the file."""
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            infos = {info.filename: info for info in archive.infolist()}
-            pickled = next((name for name in infos if name.endswith("/data.pkl")), None)
-            if pickled is None:
-                raise InputError("an archive holds no data.pkl", where=path)
-            tree = loads(archive.read(pickled), str(path))
-            storages = {}
-            for name, info in infos.items():
-                if "/data/" not in name:
-                    continue
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise InputError("a storage is compressed", where=path)
-                file.seek(info.header_offset)
-                name_length, extra_length = struct.unpack("<26xHH", file.read(30))
-                start = info.header_offset + 30 + name_length + extra_length
-                if start + info.file_size > path.stat().st_size:
-                    raise InputError("is truncated", where=path)
-                storages[name.rpartition("/")[2]] = (start, info.file_size)
-    except zipfile.BadZipFile as error:
-        raise InputError(
-            f"is damaged, or was saved by torch before 1.6: {error}",
-            where=path,
-            hint="save it again with a newer torch",
-        ) from error
-    except (struct.error, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
-        raise InputError(f"is damaged: {error}", where=path) from error
-    return tree, storages
+def _open(read: Read, length: int, where: str) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The object of an archive, and (offset, bytes) of its storages by key."""
+    entries = _entries(read, length, where)
+    pickled = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickled) != 1:
+        raise InputError("an archive holds no data.pkl", where=where)
+    folder = pickled[0].removesuffix("data.pkl")
+    order = entries.get(f"{folder}byteorder")
+    if order is not None and _content(read, order, where) != b"little":
+        raise InputError("its numbers are not little-endian", where=where)
+    tree = loads(_content(read, entries[pickled[0]], where), where)
+    data = f"{folder}data/"
+    return tree, {n.removeprefix(data): (e.start, e.size) for n, e in entries.items() if n.startswith(data)}
+
+
+def _content(read: Read, entry: _Entry, where: str) -> bytes:
+    if entry.size > MAX_PICKLE:
+        raise InputError(f"an entry of {entry.size} bytes, at most {MAX_PICKLE} can be right", where=where)
+    data = read(entry.start, entry.size)
+    if zlib.crc32(data) != entry.crc:
+        raise InputError("an archive is damaged: a checksum differs", where=where)
+    return data
+
+
+def _entries(read: Read, length: int, where: str) -> dict[str, _Entry]:
+    """The entries of a zip by name: all plain, inside the archive and disjoint."""
+    start, end = _directory(read, length, where)
+    directory = read(start, end - start)
+    entries: dict[str, _Entry] = {}
+    taken: list[tuple[int, int]] = []
+    at = 0
+    while at < len(directory):
+        if directory[at : at + 4] != b"PK\x01\x02" or len(directory) < at + 46:
+            raise InputError("an archive is damaged: its directory", where=where)
+        flags, method, crc, packed, size, names, extras, comments, place = struct.unpack_from(
+            "<8xHH4xIIIHHH8xI", directory, at
+        )
+        name = directory[at + 46 : at + 46 + names]
+        extra = directory[at + 46 + names : at + 46 + names + extras]
+        size, packed, place = _wide(extra, size, packed, place)
+        if method or flags & 1 or packed != size:
+            raise InputError("an entry of an archive is compressed or encrypted", where=where)
+        local = read(place, 30 + names) if place + 30 + names <= start else b""
+        data = place + 30 + names + (struct.unpack_from("<H", local, 28)[0] if len(local) >= 30 else 0)
+        text = name.decode("utf-8", "replace")
+        if local[:4] != b"PK\x03\x04" or local[30:] != name or text in entries or data + size > start:
+            raise InputError(f"an archive is damaged: {text[:200]} is not where its directory says", where=where)
+        entries[text] = _Entry(data, size, crc)
+        taken.append((place, data + size))
+        at += 46 + names + extras + comments
+    taken.sort()
+    if any(before[1] > after[0] for before, after in pairwise(taken)):
+        raise InputError("an archive is damaged: two of its entries overlap", where=where)
+    return entries
+
+
+def _wide(extra: bytes, *numbers: int) -> tuple[int, ...]:
+    """The sizes and the offset of an entry: those that do not fit 32 bits stand in a zip64 field."""
+    at, wide = 0, b""
+    while at + 4 <= len(extra):
+        kind, count = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = extra[at + 4 : at + 4 + count]
+        at += 4 + count
+    found = iter([int.from_bytes(wide[i : i + 8], "little") for i in range(0, len(wide) - 7, 8)])
+    return tuple(next(found, number) if number == 0xFFFFFFFF else number for number in numbers)
+
+
+def _directory(read: Read, length: int, where: str) -> tuple[int, int]:
+    """Where the directory of a zip begins and ends."""
+    tail = read(length - 22, 22) if length >= 22 else b""
+    if tail[:4] != b"PK\x05\x06" or len(tail) != 22:
+        hint = "copy it again; if torch before 1.6 saved it, save it again with a newer torch"
+        raise InputError("is damaged or no torch.save archive: no directory at its end", where=where, hint=hint)
+    size, start = struct.unpack_from("<II", tail, 12)
+    end = length - 22
+    locator = read(length - 42, 20) if length >= 42 else b""
+    if locator[:4] == b"PK\x06\x07":
+        end = int.from_bytes(locator[8:16], "little")
+        record = read(end, 56) if end <= length - 98 else b""
+        if record[:4] != b"PK\x06\x06" or len(record) != 56:
+            raise InputError("an archive is damaged: its zip64 record", where=where)
+        size, start = struct.unpack_from("<QQ", record, 40)
+    if start + size != end or size > MAX_DIRECTORY:
+        raise InputError("an archive is damaged: its directory is not where it says", where=where)
+    return start, end
 
 
 def stored_tensor(
     value: Any, storages: Mapping[str, tuple[int, int]], where: str
 ) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, offset in the file, bytes) of a tensor stub of ``open_archive``. InputError if it is not dense."""
-    if isinstance(value, Stub) and value.name.startswith("torch._utils._rebuild_parameter"):
+    if isinstance(value, Stub) and value.name.startswith("torch._utils._rebuild_parameter") and value.args:
         value = value.args[0]
-    dtype, shape = _layout(value, where, within=True)
-    key, start = str(value.args[0].args[2]), int(value.args[1])
+    dtype, shape, key, start = _layout(value, where)
     if key not in storages:
         raise InputError("its storage is not in the file", where=where)
     offset, size = storages[key]
     skip, nbytes = start * DTYPE_BYTES[dtype], prod(shape) * DTYPE_BYTES[dtype]
-    if start < 0 or skip + nbytes > size:
+    if skip + nbytes > size:
         raise InputError("it lies outside its storage", where=where)
     return dtype, shape, offset + skip, nbytes
 
 
-def _layout(tensor: Any, where: str, *, within: bool = False) -> tuple[str, tuple[int, ...]]:
+def _layout(tensor: Any, where: str) -> tuple[str, tuple[int, ...], str, int]:
+    """Dtype, shape, key of the storage and offset in it (elements) of a dense tensor."""
     if not isinstance(tensor, Stub) or not tensor.name.startswith("torch._utils._rebuild_tensor"):
-        raise InputError("a chunk is not a tensor", where=where)
-    if len(tensor.args) < 4 or not isinstance(tensor.args[0], Stub) or len(tensor.args[0].args) < 3:
+        raise InputError("is not a tensor", where=where)
+    storage, offset, shape, stride = (*tensor.args[:4], *[None] * (4 - len(tensor.args[:4])))
+    shape, stride = sizes(shape), sizes(stride)
+    described = isinstance(storage, Stub) and len(storage.args) > 2 and isinstance(storage.args[2], str)
+    if not described or shape is None or stride is None or len(shape) != len(stride) or sizes([offset]) is None:
         raise InputError("a tensor is not described as torch does it", where=where)
-    storage, offset, shape, stride = tensor.args[:4]
     dense, step = True, 1
     for size, jump in zip(reversed(shape), reversed(stride), strict=True):
         dense, step = dense and (size == 1 or jump == step), step * size
-    if (offset and not within) or not dense:
+    if not (dense or step == 0) or step >= MAX_SIZE:
         raise InputError("a tensor is not stored row by row", where=where)
     kind = storage.args[1]
-    name = kind if isinstance(kind, str) else str(kind.name).rsplit(".", 1)[-1]
+    name = kind.name.removeprefix("torch.") if isinstance(kind, Named) else kind
     for dtype, storage_name in STORAGES.items():
         if name in (storage_name, dtype):
-            return dtype, tuple(shape)
-    raise InputError(f"a chunk has the dtype {name}, which is not known", where=where)
-
-
-class _Window(io.RawIOBase):
-    """A read-only file over ``read(offset, count)``."""
-
-    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
-        self._read, self._length, self._at = read, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, (0, self._at, self._length)[whence] + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._read(self._at, min(len(buffer), max(0, self._length - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+            return dtype, shape, storage.args[2], offset
+    raise InputError("a tensor has a dtype that is not known", where=where)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------
