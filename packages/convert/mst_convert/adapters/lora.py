@@ -1,0 +1,58 @@
+"""An adapter by its headers: a pair of factors for each Hugging Face module. No torch until one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A or B: its shape and dtype (safetensors name) are known, its numbers are read when they are asked for."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """``scale`` * B [out, r] @ A [r, in] is added to the weight."""
+
+    a: Factor
+    b: Factor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass
+class Lora:
+    """An adapter, whatever it was read from.
+
+    pairs     by Hugging Face module ("model.layers.0.self_attn.q_proj")
+    rslora    the scale is alpha / sqrt(r) in its own words
+    config    a PEFT adapter's config; empty for a bridge's
+    left      what was left aside, a sentence each
+    """
+
+    layout: str
+    directory: Path
+    pairs: dict[str, Pair]
+    rslora: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> str:
+        """The one dtype of all factors; F32 where they differ, which holds each of them exactly."""
+        found = {factor.dtype for pair in self.pairs.values() for factor in (pair.a, pair.b)}
+        return found.pop() if len(found) == 1 else "F32"

@@ -1,0 +1,88 @@
+"""Convert an adapter: compare its A's, settle rank and alpha, write, commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mst_convert.adapters import fusing, writing
+from mst_convert.adapters.lora import Lora
+from mst_convert.adapters.plan import AdapterPlan
+from mst_convert.adapters.spec import AdapterSpec
+from mst_convert.adapters.writing import Recipe
+from mst_core import checkpoint, console, files, manifest, torch_dist
+from mst_core.manifest import Parent
+from mst_core.spec import Result
+
+TOOL = "mst-convert"
+
+
+def work(spec: AdapterSpec, plan: AdapterPlan) -> Result:
+    """Do what ``plan`` says."""
+    lora, model = plan.lora, plan.base.model
+    recipe = None if spec.to == "peft" and spec.form != "fused" else settle(spec, plan)
+    zeros = [] if recipe is None else _zeros(recipe, lora)
+    parents, directories = _parents(plan)
+    with checkpoint.stage(spec.out, spec.overwrite) as staging:
+        if recipe is None:
+            writing.write_peft(staging, lora, model)
+        elif spec.to == "peft":
+            writing.write_fused_peft(staging, lora, model, recipe)
+        else:
+            if spec.to == "megatron-bridge":
+                writing.write_bridge(staging, recipe, plan.everywhere, model)
+            else:
+                writing.write_mcore(staging, recipe, model)
+            torch_dist.write_megatron_sidecar(staging, {"config.json": plan.base.path}, str(writing.ITERATION))
+        form = recipe.form if recipe else "separate"
+        encoding = {"form": form} if spec.to == "peft" else {"form": form, "writer": spec.to, "tp": spec.tp}
+        made = staging.commit(
+            kind="adapter",
+            layout="peft" if spec.to == "peft" else "megatron",
+            encoding=encoding,
+            parents=parents,
+            parent_dirs=directories,
+            tool=TOOL,
+            settings={"command": "adapter", **spec.effective("base"), "form": form},
+            notes={"left_out": plan.left_out, "zeros": zeros},
+        )
+    if zeros:
+        console.say(f"{len(zeros)} modules without an adapter were given one of zeros, like {zeros[0]}")
+    rank = recipe.rank if recipe else plan.ranks[0]
+    console.say(f"{plan.modules} modules, {form}, rank {rank}, {manifest.short(made.id)}")
+    data = {"out": str(spec.out), "id": made.id, "form": form, "rank": rank, "zeros": zeros}
+    if recipe:
+        data["alpha"] = recipe.alpha
+    return Result(text=str(spec.out), data=data)
+
+
+def settle(spec: AdapterSpec, plan: AdapterPlan) -> Recipe:
+    """The form, and one rank, scale and alpha for all layers. InputError where no exact ones exist."""
+    lora = plan.lora
+    scale = fusing.common_scale(lora.pairs)
+    shared = fusing.share(plan.sites, lora)
+    form = spec.form or "fused"
+    if spec.to == "megatron-bridge" and spec.form is None and any(len(one.ranks) > 1 for one in shared):
+        form = "separate"
+    rank = fusing.highest(shared, form)
+    if spec.to == "megatron-bridge":
+        rank = -(-rank // spec.tp) * spec.tp  # its A is cut along the rank
+    rslora = lora.rslora and spec.to != "megatron-bridge"
+    return Recipe(shared, form, rank, scale, fusing.alpha_of(scale, rank, rslora), rslora, lora.dtype, spec.tp)
+
+
+def _zeros(recipe: Recipe, lora: Lora) -> list[str]:
+    return [module for one in recipe.shared for module in one.site.hf if module not in lora.pairs]
+
+
+def _parents(plan: AdapterPlan) -> tuple[list[Parent], list[Path]]:
+    """The adapter itself, and the base that it says it was trained on."""
+    directory = plan.lora.directory
+    if plan.made is None and plan.layout != "peft":
+        inner = torch_dist.checkpoint_dir(directory)
+        names = sorted(path for path in inner.iterdir() if files.is_weights(path.name))
+        digest = files.group_digest((path.name, files.hash_file(path)[1]) for path in names)
+        return [Parent(role="source", id=f"blake3:{digest}", weights=digest, lossless=True)], []
+    made = manifest.identify(directory)
+    base = made.parent("base")
+    source = Parent(role="source", id=made.id, weights=made.digests.weights, lossless=True)
+    return [source, *([base] if base else [])], [directory]
