@@ -13,14 +13,14 @@ LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_config(config: Mapping[str, object], where: Path) -> None:
-    """Refuse quantised weights: their bytes are no weights without their scales."""
+    """Refuse a Megatron checkpoint whose config.json says quantised: its weights are plain, or they are not known."""
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
         raise InputError(
-            f"the weights are quantised ({method}), and only plain ones can be converted",
+            f"says that the weights are quantised ({method}), and Megatron's can only be plain",
             where=where,
-            hint="give the unquantised model",
+            hint="give the config.json of the unquantised model, or remove quantization_config if they are plain",
         )
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from mst_convert import dequantise
 from mst_core import archive, torch_dist
 from mst_core.archive import Late, Segment
 from mst_core.blocks import Array, Move, Place
@@ -82,13 +83,18 @@ class Sources:
         place = array.place
         if place is None:
             raise InputError("is read before it was written", where=array.name)
-        offset = self._start(array, place) + start
-        handle = self._open(place.file)
+        if array.coded is not None:
+            dequantise.decode(array, array.coded, place, start, into, self._fill)
+            return
+        self._fill(place.file, self._start(array, place) + start, into)
+
+    def _fill(self, path: Path, offset: int, into: memoryview) -> None:
+        handle = self._open(path)
         done = 0
         while done < len(into):
             count = os.preadv(handle, [into[done : done + PIECE]], offset + done)
             if not count:
-                raise InputError("ended before all of a tensor was read: it changed", where=place.file)
+                raise InputError("ended before all of a tensor was read: it changed", where=path)
             done += count
 
     def _start(self, array: Array, place: Place) -> int:

@@ -42,6 +42,7 @@ class ConvertPlan(Plan):
     tensors_out: int
     bytes_out: int
     padding_rows: int = 0
+    dequantised: list[str] = Field(default_factory=list)
     left_out: list[str] = Field(default_factory=list)
     read: Source | None = Field(None, exclude=True, repr=False)
     made: Target | None = Field(None, exclude=True, repr=False)
@@ -60,6 +61,7 @@ class ConvertPlan(Plan):
         ]
         if self.padding_rows:
             table.append(("vocabulary", f"padded with {self.padding_rows} rows of zeros"))
+        table += [("dequantised", text) for text in self.dequantised]
         table += [("left out", text) for text in self.left_out]
         return table
 
@@ -98,7 +100,8 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
         architecture=source.family.architecture,
         parameters=source.model.parameters,
         dtype=", ".join(TORCH_NAMES[name] for name in read) + (f" -> {spec.dtype}" if spec.dtype else ""),
-        lossless=all(
+        lossless=not source.quantised
+        and all(
             dtype == targets.dtype_of(source, task, spec.dtype)
             for task in source.tasks
             for dtype in source.dtypes[task.native]
@@ -107,6 +110,7 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
         tensors_out=len(made.wanted),
         bytes_out=made.nbytes,
         padding_rows=made.padding_rows,
+        dequantised=source.quantised,
         left_out=source.left,
         read=source,
         made=made,

@@ -13,9 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mst_convert import dequantise
 from mst_convert.accounts import check_config, known_faults, tensor_faults
 from mst_core import hf_weights, manifest, megatron_names, tensors, torch_dist
-from mst_core.blocks import Array, Block, Place, Side, of_regions
+from mst_core.blocks import Array, Block, Coded, Place, Side, of_regions
 from mst_core.errors import InputError, MstError, many
 from mst_core.families import Family, Model, Region, Task, TensorSpec, family_for, tasks
 from mst_core.tensors import DTYPE_BYTES, TensorRef
@@ -31,6 +32,7 @@ class Source:
     left        sentences about what is there and not converted
     copies      duplicates that a Hugging Face directory ships (Model.duplicates), or that the manifest says it did
     replicas    pairs of arrays that must be equal: a copy, and what it is a copy of
+    quantised   sentences about what is dequantised: then ``config`` is that of the plain model, the file's is not
     """
 
     layout: str
@@ -52,7 +54,8 @@ class Source:
     buffers: tuple[TensorRef, ...] = ()
     """Computed buffers of old Hugging Face checkpoints: a conversion leaves them out, a merge keeps them."""
     hf_dtypes: dict[str, str] = field(default_factory=dict)
-    """Of a Hugging Face source: the dtype of each tensor."""
+    """Of a Hugging Face source: the dtype of each tensor (once dequantised)."""
+    quantised: list[str] = field(default_factory=list)
     _last: tuple[str, Side] | None = None
 
     @property
@@ -91,18 +94,27 @@ def manifest_of(source: Path) -> manifest.Manifest | None:
 def read_model(where: Path, *, names: Collection[str] = (), dialect: str | None = None) -> tuple[dict[str, Any], Model]:
     """config.json and the model it describes."""
     config = tensors.config(where)
+    check_config(config, where / "config.json")
+    return config, model_of(config, where, names=names, dialect=dialect)
+
+
+def model_of(config: dict[str, Any], where: Path, *, names: Collection[str], dialect: str | None = None) -> Model:
+    """The model that the config.json in ``where`` describes."""
     path = where / "config.json"
-    family = family_for(config, path)
-    check_config(config, path)
-    return config, family.model(config, path, names=names, dialect=dialect)
+    return family_for(config, path).model(config, path, names=names, dialect=dialect)
 
 
 # --- Hugging Face ------------------------------------------------------------------------------------------------
 
 
-def arrays_of(task: Task, spec_number: int, dtype: str, place: Place | None) -> list[Array]:
-    """The arrays of one Hugging Face tensor: one, or one an expert where a transposed tensor holds them all."""
+def arrays_of(task: Task, spec_number: int, dtype: str, place: Place | None, coded: Coded | None = None) -> list[Array]:
+    """The arrays of one Hugging Face tensor: one, or one an expert where a transposed tensor holds them all.
+
+    A quantised tensor is one array of [out, in], transposed or not once it is plain.
+    """
     spec = task.hf[spec_number]
+    if coded is not None:
+        return [Array(spec.name, dtype, spec.rows, spec.columns, place, coded=coded)]
     parts = spec.shape[0] if task.transposed and len(spec.shape) > 2 else 1
     rows = spec.rows // parts
     nbytes = rows * spec.columns * DTYPE_BYTES[dtype]
@@ -130,13 +142,17 @@ def hf_blocks(task: Task, arrays: Sequence[Sequence[Array]]) -> list[Block]:
 
 def open_hf(directory: Path) -> Source:
     """A Hugging Face directory: safetensors, or pickled weights read without running them."""
-    refs = hf_weights.headers(directory)
-    config, model = read_model(directory, names=refs)
+    stored = hf_weights.headers(directory)
+    config = tensors.config(directory)
+    plain = dequantise.plain(stored, config, directory / "config.json")
+    refs, coded = plain.refs, plain.coded
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    model = model_of(config, directory, names=refs)
     work = tasks(model)
     wanted = {spec.name: spec.shape for task in work for spec in task.hf}
     buffers = sorted(name for name in refs if model.family.is_ignored(name, model.dims))
     duplicates = {copy: original for copy, original in model.duplicates().items() if copy in refs}
-    faults: list[MstError] = []
+    faults = plain.faults
     for name, shape in wanted.items():
         if name not in refs:
             faults.append(InputError(f"missing, expected {list(shape)}", where=name))
@@ -157,7 +173,11 @@ def open_hf(directory: Path) -> Source:
 
     def blocks(task: Task) -> list[Block]:
         return hf_blocks(
-            task, [arrays_of(task, n, refs[s.name].dtype, _place(refs[s.name])) for n, s in enumerate(task.hf)]
+            task,
+            [
+                arrays_of(task, n, refs[s.name].dtype, _place(refs[s.name]), coded.get(s.name))
+                for n, s in enumerate(task.hf)
+            ],
         )
 
     return Source(
@@ -170,14 +190,18 @@ def open_hf(directory: Path) -> Source:
         tasks=work,
         blocks=blocks,
         dtypes={task.native: tuple(sorted({refs[spec.name].dtype for spec in task.hf})) for task in work},
-        tensors=len(refs),
-        weight_files=lambda: sorted({ref.file for ref in refs.values()}),
+        tensors=len(stored),
+        weight_files=lambda: sorted({ref.file for ref in stored.values()}),
         left=left,
         copies=tuple(duplicates),
-        replicas=[(_whole(refs[copy]), _whole(refs[original])) for copy, original in duplicates.items()],
+        replicas=[
+            (_whole(refs[copy], coded.get(copy)), _whole(refs[original], coded.get(original)))
+            for copy, original in duplicates.items()
+        ],
         dialect=spoken(model),
         buffers=tuple(refs[name] for name in buffers),
         hf_dtypes={name: ref.dtype for name, ref in refs.items()},
+        quantised=plain.sentences(),
     )
 
 
@@ -209,8 +233,8 @@ def _place(ref: TensorRef) -> Place:
     return Place(ref.file, ref.offset)
 
 
-def _whole(ref: TensorRef) -> Array:
-    return Array(ref.name, ref.dtype, prod(ref.shape), 1, _place(ref))
+def _whole(ref: TensorRef, coded: Coded | None) -> Array:
+    return Array(ref.name, ref.dtype, prod(ref.shape[:1]), prod(ref.shape[1:]), _place(ref), coded=coded)
 
 
 def _hint(model: Model) -> str:

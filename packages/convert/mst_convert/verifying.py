@@ -67,7 +67,7 @@ def _round_trip(spec: ConvertSpec, source: Source, staging: Staging) -> int:
     """Read every native matrix from both sides and compare; returns how many elements were equal (all)."""
     from mst_convert.plan import open_source
 
-    written = open_source(staging.path, spec.to, None if spec.to == "hf" else source.hf_dir)
+    written = open_source(staging.path, spec.to)
     reading, total = Sources(), 0
     with console.progress("comparing", len(source.tasks), "tensor") as bar:
         for task in source.tasks:

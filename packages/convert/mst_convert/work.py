@@ -130,13 +130,15 @@ def carried_files(source: Source, dtype: str | None) -> dict[str, Path | bytes]:
     carried: dict[str, Path | bytes] = {
         name: source.hf_dir / name for name in ("config.json", *CARRIED) if (source.hf_dir / name).is_file()
     }
+    changed = dict(source.config)
     named = source.config.get("dtype", source.config.get("torch_dtype"))
     if (dtype is not None and source.layout != "hf") or (dtype is not None and dtype != written_dtype(source)):
         cast = TORCH_NAMES[CASTS[dtype or "fp32"]]
         if named is not None and named != cast:
             key = "dtype" if "dtype" in source.config else "torch_dtype"
-            changed = {**source.config, key: cast}
-            carried["config.json"] = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+            changed |= {key: cast}
+    if changed != source.config or source.quantised:  # what was quantised is so no more, and source.config says so
+        carried["config.json"] = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
     return carried
 
 

@@ -34,10 +34,26 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Coded:
+    """How the elements of an array are computed: its place has codes, not elements.
+
+    code     the name of the computation (mxfp4, fp8; mst_convert.dequantise)
+    scales   where the scales are, of dtype ``scales_dtype``
+    block    the rows and columns that share a scale
+    """
+
+    code: str
+    scales: Place
+    scales_dtype: str
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Array:
     """A dense matrix of elements: in a file (``place``), or one that is to be written (None).
 
     transposed   stored as [columns, rows]
+    coded        quantised: ``dtype`` is that of the elements once they are computed
     """
 
     name: str
@@ -46,6 +62,7 @@ class Array:
     columns: int
     place: Place | None = field(default=None, compare=False)
     transposed: bool = False
+    coded: Coded | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
