@@ -150,8 +150,15 @@ def _entries(
 
 
 def _extra_states(stage: dict[str, Any], spec: str) -> list[str]:
-    """Modules of which a strict load asks for an ``_extra_state`` (None: nothing in it)."""
+    """The ``_extra_state`` entries (None: nothing in it) that a strict load of a state dict takes.
+
+    The local spec's linear layers have one, and its other modules refuse one. TransformerEngine
+    gives one to core attentions too, and to norms that are modules of their own (ops/op.py, read, not run).
+    """
     modules = dict.fromkeys(name.rpartition(".")[0] for name in stage)
-    if spec == "te":
-        modules |= {m.replace(".linear_proj", ".core_attention"): None for m in modules if m.endswith(".linear_proj")}
-    return [f"{module}._extra_state" for module in modules if ".linear_" in f".{module}" or "core_attention" in module]
+    linear = [module for module in modules if ".linear_" in module]
+    if spec == "local":
+        return [f"{module}._extra_state" for module in linear]
+    attention = [m.replace(".linear_proj", ".core_attention") for m in linear if m.endswith(".linear_proj")]
+    norms = [module for module in modules if module.endswith("norm")]
+    return [f"{module}._extra_state" for module in (*linear, *attention, *norms)]
