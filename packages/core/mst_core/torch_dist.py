@@ -202,6 +202,8 @@ def _place(directory: Path, info: Any) -> tuple[Path, int, int]:
     if Path(name).name != name or name in ("", ".", ".."):
         raise InputError(f"names a file outside the directory: {name[:300]}", where=directory)
     offset, length = _sizes([info["offset"], info["length"]])
+    if not length:
+        raise ValueError("an archive of no bytes")
     return directory / name, offset, length
 
 

@@ -30,7 +30,8 @@ def regular(path: Path, root: Path | None = None) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError("is missing", where=path, hint="download or copy the whole directory again") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"cannot be opened: {error}", where=str(path)[:300]) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot be opened: {why}", where=str(path)[:300]) from error
     if not stat.S_ISREG(status.st_mode):
         raise InputError("is not a regular file", where=path)
     if not any(target.is_relative_to(place) for place in roots):
