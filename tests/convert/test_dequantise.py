@@ -188,6 +188,18 @@ def test_converts_as_the_plain_model_would(tmp_path: Path, method: str, form: st
     same(plain, convert(model=ours, to="hf", out=tmp_path / "back"))
 
 
+def test_scales_in_another_shard(tmp_path: Path) -> None:
+    quantised, plain = MAKE["fp8"](tmp_path)
+    state = load_file(quantised / "model.safetensors")
+    (quantised / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + name.endswith('_scale_inv')}-of-00002.safetensors" for name in state}
+    for shard in set(shards.values()):
+        save_file({name: state[name] for name in state if shards[name] == shard}, quantised / shard)
+    (quantised / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    ours = convert(model=quantised, to="megatron", out=tmp_path / "ours")
+    same(plain, convert(model=ours, to="hf", out=tmp_path / "back"))
+
+
 @pytest.mark.parametrize(("method", "count"), [("mxfp4", 8), ("fp8", 68)])
 def test_the_plan_says_so(tmp_path: Path, method: str, count: int) -> None:
     quantised, _ = MAKE[method](tmp_path)
