@@ -48,10 +48,12 @@ class Slices:
         self.ep_size = parallel_state.get_expert_model_parallel_world_size()
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(self.tp_size, 0)[self.tp]
+        mine: torch.Tensor = tensor.chunk(self.tp_size, 0)[self.tp]
+        return mine
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(self.tp_size, 1)[self.tp]
+        mine: torch.Tensor = tensor.chunk(self.tp_size, 1)[self.tp]
+        return mine
 
     def vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(self.vocab_rows, tensor.shape[1])
@@ -415,9 +417,11 @@ def run_hybrid(case: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
 
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_: None
+    tensor.cuda = lambda self, *_, **__: self
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
