@@ -180,6 +180,16 @@ def test_a_directory_that_is_a_link_out(model: Model, tmp_path: Path) -> None:
     refused(directory, "link out")
 
 
+@pytest.mark.xfail(strict=True, reason="work.carried_files copies what a link points to, whatever it is")
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.model", "generation_config.json"])
+def test_a_carried_file_that_is_a_link_out(model: Model, tmp_path: Path, name: str) -> None:
+    """Else a model could carry a private key of this machine into the output."""
+    directory = model("safetensors")
+    (tmp_path / "secret").write_text("{}")
+    (directory / name).symlink_to(tmp_path / "secret")
+    refused(directory, "link out")
+
+
 @pytest.mark.parametrize(("kind", "name"), PLACES.items())
 def test_a_link_inside_the_directory(model: Model, kind: str, name: str) -> None:
     directory = model(kind)
@@ -606,12 +616,19 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
 # --- archives -------------------------------------------------------------------------------------------------------
 
 
-def rezip(change: Callable[[zipfile.ZipFile, str, bytes], object]) -> Callable[[bytes], bytes]:
+Written = tuple[str, bytes, int]
+PLAIN, LZMA, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_LZMA, zipfile.ZIP_DEFLATED
+
+
+def rezip(change: Callable[[str, bytes], list[Written]]) -> Callable[[bytes], bytes]:
+    """The archive with each entry changed to others: name, content, method."""
+
     def damage(data: bytes) -> bytes:
         out = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
             for name in old.namelist():
-                change(new, name, old.read(name))
+                for written in change(name, old.read(name)):
+                    new.writestr(*written)
         return out.getvalue()
 
     return damage
@@ -633,28 +650,27 @@ def end_record(offset: int, value: bytes) -> Callable[[bytes], bytes]:
     return lambda data: data[: len(data) - 22 + offset] + value + data[len(data) - 22 + offset + len(value) :]
 
 
-def bomb(zipped: zipfile.ZipFile, name: str, data: bytes) -> None:
-    zipped.writestr(name, bytes(10**7) if "/data/" in name else data, zipfile.ZIP_DEFLATED)
+def bomb(name: str, data: bytes) -> list[Written]:
+    return [(name, bytes(10**7) if "/data/" in name else data, DEFLATED)]
 
 
-def big_endian(zipped: zipfile.ZipFile, name: str, data: bytes) -> None:
-    if not name.endswith("byteorder"):
-        zipped.writestr(name, data)
-    if name.endswith("data.pkl"):
-        zipped.writestr("archive/byteorder", b"big")
+def bomb_of_a_pickle(name: str, data: bytes) -> list[Written]:
+    return [(name, bytes(10**7), LZMA) if name.endswith("pkl") else (name, data, PLAIN)]
+
+
+def big_endian(name: str, data: bytes) -> list[Written]:
+    kept = [] if name.endswith("byteorder") else [(name, data, PLAIN)]
+    return kept + [("archive/byteorder", b"big", PLAIN)] * name.endswith("pkl")
 
 
 ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a bomb": (rezip(bomb), "compressed"),
-    "a bomb of a pickle": (
-        rezip(lambda z, n, d: z.writestr(n, bytes(10**7), zipfile.ZIP_LZMA) if n.endswith("pkl") else z.writestr(n, d)),
-        "compressed",
-    ),
-    "two pickles": (rezip(lambda z, n, d: (z.writestr(n, d), z.writestr(n.replace("archive", "b"), d))), "data.pkl"),
-    "no pickle": (rezip(lambda z, n, d: n.endswith("pkl") or z.writestr(n, d)), "no data.pkl"),
+    "a bomb of a pickle": (rezip(bomb_of_a_pickle), "compressed"),
+    "two pickles": (rezip(lambda n, d: [(n, d, PLAIN), (n.replace("archive", "b"), d, PLAIN)]), "data.pkl"),
+    "no pickle": (rezip(lambda n, d: [] if n.endswith("pkl") else [(n, d, PLAIN)]), "no data.pkl"),
     "other byte order": (rezip(big_endian), "little-endian"),
-    "no storages": (rezip(lambda z, n, d: "/data/" in n or z.writestr(n, d)), "not in the file|one plain tensor"),
-    "short storages": (rezip(lambda z, n, d: z.writestr(n, d[:-1] if "/data/" in n else d)), "outside its|says"),
+    "no storages": (rezip(lambda n, d: [] if "/data/" in n else [(n, d, PLAIN)]), "not in the file|one plain tensor"),
+    "short storages": (rezip(lambda n, d: [(n, d[:-1] if "/data/" in n else d, PLAIN)]), "outside its|says"),
     "another local header": (central(1, 42, b"\0\0\0\0"), "not where its directory says"),
     "a local header beyond": (central(1, 42, b"\xff\xff\xff\x7f"), "not where its directory says"),
     "zip64 without its field": (central(1, 42, b"\xff\xff\xff\xff"), "not where its directory says"),

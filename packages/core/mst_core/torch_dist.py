@@ -255,8 +255,9 @@ def _pair(one: Chunk, other: Chunk) -> str:
 def _check_files(root: Path, found: Contents) -> None:
     """Refuse files that are missing, short or outside, and bytes that belong to two entries."""
     ranges: dict[Path, list[tuple[int, int, str]]] = {}
-    chunks = ((chunk, tensor.key) for tensor in found.tensors.values() for chunk in tensor.chunks)
-    for item, key in [*chunks, *((item, item.key) for item in found.objects.values())]:
+    items: list[tuple[str, Chunk | StoredObject]] = [(each.key, each) for each in found.objects.values()]
+    items += [(tensor.key, chunk) for tensor in found.tensors.values() for chunk in tensor.chunks]
+    for key, item in items:
         ranges.setdefault(item.file, []).append((item.file_offset, item.file_offset + item.length, key))
     for file, taken in sorted(ranges.items()):
         size = regular(file, root)

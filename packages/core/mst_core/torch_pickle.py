@@ -195,8 +195,8 @@ def _layout(tensor: Any, where: str) -> tuple[str, tuple[int, ...], str, int]:
     """Dtype, shape, key of the storage and offset in it (elements) of a dense tensor."""
     if not isinstance(tensor, Stub) or not tensor.name.startswith("torch._utils._rebuild_tensor"):
         raise InputError("is not a tensor", where=where)
-    storage, offset, shape, stride = (*tensor.args[:4], *[None] * (4 - len(tensor.args[:4])))
-    shape, stride = sizes(shape), sizes(stride)
+    args: list[Any] = [*tensor.args[:4], None, None, None, None]
+    storage, offset, shape, stride = args[0], args[1], sizes(args[2]), sizes(args[3])
     described = isinstance(storage, Stub) and len(storage.args) > 2 and isinstance(storage.args[2], str)
     if not described or shape is None or stride is None or len(shape) != len(stride) or sizes([offset]) is None:
         raise InputError("a tensor is not described as torch does it", where=where)

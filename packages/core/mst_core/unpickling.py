@@ -216,6 +216,10 @@ class _Machine:
         else:
             self.push(Stub(function.name, args))
 
+    def call_with_names(self) -> None:
+        self.pop()  # keyword arguments are not needed
+        self.call()
+
     def build(self) -> None:
         state = self.pop()
         if isinstance(into := self.top(), Stub):
@@ -289,7 +293,7 @@ STEPS: dict[int, Callable[[_Machine], Any]] = {
     0x93: lambda m: m.find(*m.last(2)),
     ord("R"): lambda m: m.call(),
     0x81: lambda m: m.call(),
-    0x92: lambda m: (m.pop(), m.call()),  # keyword arguments are not needed
+    0x92: lambda m: m.call_with_names(),
     ord("b"): lambda m: m.build(),
     ord("Q"): lambda m: m.persistent(),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Readers differ in which of two equal keys they take, so a file with two has two meanings.
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"{twice[:100]!r} is there twice")
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0][:100]!r} is there twice")
     return made
 
 
