@@ -77,13 +77,13 @@ def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Score, train, score again; what a trainer sees, the same on every rank."""
     objective, micro = OBJECTIVES[case["objective"]], case["settings"].get("micro_batch", 1) * case.get("rows", 1)
     probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
-    found: dict[str, Any] = {"before": engine.score(probe), "steps": []}
+    found: dict[str, Any] = {"before": engine.score(probe) * probe.mask_BT, "steps": []}
     rates = RATES[: case["steps"]]
     given = [with_reference(engine, objective, batches(seed, 8, micro, case["vocab"])) for seed in range(len(rates))]
     for whole, rate in zip(given, rates, strict=True):
         found["steps"].append(engine.step(whole[engine.dp_rank :: engine.dp_size], objective, rate))
-    found["after"] = engine.score(probe)
-    found["reference"] = engine.score(probe, reference=True)
+    found["after"] = engine.score(probe) * probe.mask_BT
+    found["reference"] = engine.score(probe, reference=True) * probe.mask_BT
     return found
 
 

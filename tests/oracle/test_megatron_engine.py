@@ -175,6 +175,8 @@ def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name
     assert found["steps"][0].keys() == wanted["steps"][0].keys()
     for key in wanted["steps"][0]:
         limit = 1e-5 if "loss" in key or key in ("nll", "dpo") else 1e-4
+        if key == "grad_norm":  # a norm of several units: relative to it, for CPUs differ in the order of their sums
+            limit *= max(step[key] for step in wanted["steps"])
         assert difference(found["steps"], wanted["steps"], key) <= limit, key
     assert (found["before"] - wanted["before"]).abs().max() <= 1e-5
     assert (found["after"] - wanted["after"]).abs().max() <= 1e-3
@@ -227,9 +229,9 @@ def test_the_adapter_is_what_peft_reads(ran: dict[str, Any], plain: Any, hf: dic
     assert {n: (t.shape, t.dtype) for n, t in saved.items()} == {n: (t.shape, t.dtype) for n, t in trained.items()}
     base = AutoModelForCausalLM.from_pretrained(hf[CASES[name]["base"]], dtype=torch.float32)
     model = PeftModel.from_pretrained(base, CASES[name]["save"])
-    tokens = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0].tokens_BT
+    probe = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0]
     with torch.no_grad():
-        logp = token_logp(model(tokens).logits, tokens)
+        logp = token_logp(model(probe.tokens_BT).logits, probe.tokens_BT) * probe.mask_BT
     assert (logp - found_of(ran, name)["after"]).abs().max() <= (1e-5 if name.startswith("lora") else 0.3)
 
 
@@ -274,9 +276,9 @@ def test_a_trained_model_comes_back(ran: dict[str, Any]) -> None:
     saved = Path(CASES["trained/tp2-pp2"]["save"])
     back = convert(model=str(saved), to="hf", out=saved.with_name(saved.name + "-hf"))
     model = AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32)
-    tokens = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0].tokens_BT
+    probe = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0]
     with torch.no_grad():
-        logp = token_logp(model(tokens).logits, tokens)
+        logp = token_logp(model(probe.tokens_BT).logits, probe.tokens_BT) * probe.mask_BT
     assert (logp - found_of(ran, "trained/tp2-pp2")["after"]).abs().max() <= 1e-5
 
 

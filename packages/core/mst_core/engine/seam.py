@@ -64,8 +64,8 @@ LossFunction = Callable[[Tensor, Batch], Loss]
 class Objective:
     """What is learnt: a name, whether a reference is needed, how many rows of a batch belong together, a loss.
 
-    loss(logp_BT, batch) is pure, and reads logp_BT only where mask_BT is not 0: in a step an engine may leave the
-    others 0 and never make their logits. ``rows`` is 1, or 2 for pairs, which engines and loops never split.
+    loss(logp_BT, batch) is pure, and reads logp_BT only where mask_BT is not 0: an engine may leave the others 0 and
+    never make their logits. ``rows`` is 1, or 2 for pairs, which engines and loops never split.
     """
 
     name: str
@@ -100,7 +100,8 @@ class Engine(Protocol):
         ...
 
     def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """logp_BT (fp32, CPU, no gradient, dropout off) on every rank of the model-parallel group.
+        """logp_BT (fp32, CPU, no gradient, dropout off) on every rank of the model-parallel group, to be read where
+        mask_BT is not 0.
         ``reference=True`` turns the adapter off."""
         ...
 

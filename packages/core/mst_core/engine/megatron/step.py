@@ -46,17 +46,18 @@ def mask_padding(model: Any, vocab: int) -> None:
     model.output_layer.register_forward_hook(hide)
 
 
-def forward_logp(model: Any, batch: Batch, multiple: int, learnt_only: bool) -> Tensor:
+def forward_logp(model: Any, batch: Batch, multiple: int) -> Tensor:
     """This stage's forward pass. On the last stage -logp of the next token, (B, S); else the hidden states.
 
-    multiple      S is T rounded up to this (the tensor parallel size under sequence parallelism)
-    learnt_only   0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made
-                  (under sequence parallelism each rank holds other tokens, and all are made)
+    It is 0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made (under
+    sequence parallelism each rank holds other tokens, and all are made).
+
+    multiple   S is T rounded up to this (the tensor parallel size under sequence parallelism)
     """
     tokens_BS = torch.nn.functional.pad(batch.tokens_BT, (0, -batch.tokens_BT.shape[1] % multiple))
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
-    process = partial(_learnt, learnt_BS=batch.mask_BT.roll(-1, dims=1) != 0) if learnt_only and multiple == 1 else None
+    process = partial(_learnt, learnt_BS=batch.mask_BT.roll(-1, dims=1) != 0) if multiple == 1 else None
     return model(
         input_ids=tokens_BS,
         position_ids=positions_BS,
@@ -97,8 +98,7 @@ def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
 def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_only: bool, multiple: int) -> list[Any]:
     """Megatron's schedule over the micro-batches.
 
-    last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only. Where ``forward_only``
-                 is off, logp_BT is 0 for tokens that are not learnt
+    last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only
 
     Returns what it kept, a list in the order of ``batches`` on the last stage and empty elsewhere.
     """
@@ -111,7 +111,7 @@ def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_
             value, kept = last_stage(logp_of(output_BS, batch), batch)
             return value, torch.tensor(0, dtype=torch.int), kept
 
-        return forward_logp(chunk, batch, multiple, learnt_only=not forward_only), loss
+        return forward_logp(chunk, batch, multiple), loss
 
     return get_forward_backward_func()(
         forward_step_func=step,
