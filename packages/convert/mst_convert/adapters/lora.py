@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A or B: its shape and dtype (safetensors name) are known, its numbers are read when they are asked for."""
+    """A or B: its shape and dtype (safetensors name) are known, its numbers are read when they are asked for.
+
+    read   gives a Tensor; not annotated so, for the plan (pydantic) resolves annotations, and loads no torch
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[[], Any]
 
 
 @dataclass(frozen=True)

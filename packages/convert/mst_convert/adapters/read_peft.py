@@ -24,7 +24,7 @@ HINT = "mst-merge merges such adapters; only plain LoRA on the decoder's linear 
 def read(directory: Path, found: Sequence[Site]) -> Lora:
     """The adapter in ``directory``. InputError with everything in it that no bridge could hold."""
     adapter = peft.read(directory)
-    shapes = {module: (spec.rows, spec.columns) for site in found for module, spec in zip(site.hf, site.task.hf)}  # noqa: B905
+    shapes = {spec.name.removesuffix(".weight"): (spec.rows, spec.columns) for site in found for spec in site.task.hf}
     faults = list(_unplaced(adapter))
     pairs: dict[str, Pair] = {}
     for one in adapter.parts.factors:

@@ -67,6 +67,10 @@ def settle(spec: AdapterSpec, plan: AdapterPlan) -> Recipe:
     if spec.to == "megatron-bridge":
         rank = -(-rank // spec.tp) * spec.tp  # its A is cut along the rank
     rslora = lora.rslora and spec.to != "megatron-bridge"
+    if spec.to == "mcore-bridge":
+        # More zeros, where they make alpha the whole number that ms-swift wants.
+        whole = (more for more in range(rank, 4 * rank + 1) if isinstance(fusing.alpha_of(scale, more, rslora), int))
+        rank = next(whole, rank)
     return Recipe(shared, form, rank, scale, fusing.alpha_of(scale, rank, rslora), rslora, lora.dtype, spec.tp)
 
 
