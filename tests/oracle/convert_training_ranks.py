@@ -2,9 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_training_ranks RUNS.json
 
-For every run: its command line is parsed and validated as ``pretrain_gpt.py`` does it, GPTModel built from those arguments
-with NaN everywhere, ``load_checkpoint`` called, and every parameter compared with the slice of the Hugging Face tensors
-(convert_layouts_ranks.Slices). CUDA is answered for by mst's bridge (engine/megatron/cpu.py).
+For every run: its command line is parsed and validated as ``pretrain_gpt.py`` does it, GPTModel built from those
+arguments with NaN everywhere, ``load_checkpoint`` called, and every parameter compared with the slice of the Hugging
+Face tensors (convert_layouts_ranks.Slices). CUDA is answered for by mst's bridge (engine/megatron/cpu.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""megatron.training's own load_checkpoint on what mst-convert wrote: one torchrun of four ranks serves all tests here."""
+"""megatron.training's own load_checkpoint on what mst-convert wrote: one torchrun of four ranks serves all tests."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from mst_core.blocks import Array, Block
 from mst_core.errors import InputError, many
 from mst_core.families import Task, padded_vocab, tasks
 from mst_core.tensors import Wanted
+from mst_core.torch_pickle import Instance
 
 HEAD = "output_layer.weight"
 COLUMN_AND_ROW = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "core_attention")
@@ -26,7 +27,7 @@ def to_legacy(source: Source, spec: ConvertSpec) -> Target:
     work = tasks(source.model, padding)
     rows = padded_vocab(source.model.dims.vocab, padding)
     feed = Feed(source)
-    state = torch_dist.release_state(source.family, source.config, rows, source.hf_dir)
+    state = _state(source, spec, rows)
     files: list[OutFile] = []
     wanted: list[Wanted] = []
     per = source.model.dims.layers // (spec.pp * spec.vp)
@@ -45,6 +46,20 @@ def to_legacy(source: Source, spec: ConvertSpec) -> Target:
     target = Target(Recipe(files, feed.moves), wanted, {}, rows - source.model.dims.vocab)
     target.repeats = True
     return target
+
+
+def _state(source: Source, spec: ConvertSpec, rows: int) -> dict[str, Any]:
+    """What stands beside the model. Of ``args``, where there are any, Megatron-LM's load compares TP and PP too."""
+    state = torch_dist.release_state(source.family, source.config, rows, source.hf_dir)
+    if "args" in state:
+        sizes = {
+            "tensor_model_parallel_size": spec.tp,
+            "pipeline_model_parallel_size": spec.pp,
+            "virtual_pipeline_model_parallel_size": spec.vp if spec.vp > 1 else None,
+            "expert_model_parallel_size": spec.ep,
+        }
+        state["args"] = Instance(state["args"].cls, {**state["args"].state, **sizes})
+    return state
 
 
 def _check(source: Source, spec: ConvertSpec) -> None:
