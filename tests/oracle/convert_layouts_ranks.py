@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,15 @@ class Slices:
     def gated(self, p: str, gate: str = "gate_proj", up: str = "up_proj") -> torch.Tensor:
         return torch.cat([self.rows(self.hf[f"{p}.{gate}.weight"]), self.rows(self.hf[f"{p}.{up}.weight"])])
 
+    def of_experts(self) -> Slices:
+        """The same with the tensor parallel rank that experts have."""
+        from megatron.core import parallel_state
+
+        mine = copy(self)
+        mine.tp = parallel_state.get_expert_tensor_parallel_rank()
+        mine.tp_size = parallel_state.get_expert_tensor_parallel_world_size()
+        return mine
+
     def expert(self, p: str, local: int, rest: str) -> torch.Tensor:
         number = self.ep * self.config.num_moe_experts // self.ep_size + local
         if f"{p}.mlp.experts.gate_up_proj" in self.hf:  # gpt-oss: transposed, gate and up rows in turn
@@ -107,7 +117,7 @@ class Slices:
         rest = name.split(".", 3)[3]
         if rest.startswith("mlp.experts.local_experts."):
             _, _, _, local, rest = rest.split(".", 4)
-            return self.expert(p, int(local), rest)
+            return self.of_experts().expert(p, int(local), rest)
         attention, mlp = f"{p}.self_attn", f"{p}.mlp"
         shared = f"{mlp}.shared_expert" if f"{mlp}.shared_expert_gate.weight" in hf else f"{mlp}.shared_experts"
         gates = (f"{mlp}.gate", f"{p}.block_sparse_moe.gate", f"{mlp}.router")
@@ -158,6 +168,7 @@ def config_of(settings: dict[str, Any], layout: dict[str, int], **more: Any) -> 
         tensor_model_parallel_size=layout["tp"],
         pipeline_model_parallel_size=layout["pp"],
         expert_model_parallel_size=layout["ep"],
+        expert_tensor_parallel_size=layout["etp"],
         attention_softmax_in_fp32=True,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -435,6 +446,7 @@ def main() -> None:
             layout["pp"],
             virtual_pipeline_model_parallel_size=layout["vp"] if layout["vp"] > 1 else None,
             expert_model_parallel_size=layout["ep"],
+            expert_tensor_parallel_size=layout["etp"],
         )
         for name, case in plan["cases"].items():
             if layout["name"] in case["layouts"]:

@@ -72,6 +72,7 @@ def open_legacy(place: Path, hf_config: Path | None) -> Source:
         tensors=sum(len(stage) for rank in ranks for stage in rank.stages),
         weight_files=lambda: [rank.file for rank in ranks],
         left=left,
+        optimizer="optimizer" in training,
         replicas=replicas,
         vocab_rows=rows,
     )
@@ -166,15 +167,18 @@ def _place(task: Task, parts: list[_Part], tp: int, replicas: list[tuple[Array, 
     found: list[Block] = []
     for expert in range(task.experts or 1):
         mine = [part for part in parts if task.experts is None or part.expert == expert]
+        cuts = tp
+        if task.experts and mine:  # an expert tensor parallel size of its own
+            cuts = min(tp, rows * task.columns // max(1, mine[0].array.rows * mine[0].array.columns)) or 1
         shards: dict[int, Array] = {}
         for part in sorted(mine, key=lambda part: (part.rank.tp, part.rank.pp, part.rank.ep)):
-            if part.rank.tp in shards:
-                replicas.append((part.array, shards[part.rank.tp]))
+            if part.rank.tp % cuts in shards:
+                replicas.append((part.array, shards[part.rank.tp % cuts]))
             else:
-                shards[part.rank.tp] = part.array
-        if set(shards) != set(range(tp)):
-            raise InputError(f"{len(shards)} of {tp} tensor parallel parts are there", where=task.native)
-        found += _cut(task, expert * rows, rows, [shards[rank] for rank in range(tp)], replicas)
+                shards[part.rank.tp % cuts] = part.array
+        if set(shards) != set(range(cuts)):
+            raise InputError(f"{len(shards)} of {cuts} tensor parallel parts are there", where=task.native)
+        found += _cut(task, expert * rows, rows, [shards[rank] for rank in range(cuts)], replicas)
     return found
 
 

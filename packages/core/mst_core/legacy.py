@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,25 @@ def read(model_dir: Path) -> list[Rank]:
     if twos and all(EMBEDDING in rank.stages[0] for rank in twos):
         for rank in twos:
             rank.pp, rank.ep = 0, rank.pp
-    have = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
-    sizes = [max(numbers) + 1 for numbers in zip(*have, strict=True)]
-    for tp in range(sizes[0]):
-        for pp in range(sizes[1]):
-            for ep in range(sizes[2]):
+    _check_all_there({(rank.tp, rank.pp, rank.ep) for rank in ranks}, directory)
+    return ranks
+
+
+def _check_all_there(have: set[tuple[int, int, int]], directory: Path) -> None:
+    """Refuse a missing rank. On each stage are all tensor times expert ranks or, with an expert tensor parallel size
+    below TP, those that meet: process r is tensor rank r % TP and expert rank r // ETP % EP."""
+    tps, pps, eps = (max(numbers) + 1 for numbers in zip(*have, strict=True))
+    for etp in range(1, min(tps, len(have))):
+        count = lcm(tps, etp * eps)
+        if tps % etp == 0 and count * pps == len(have):
+            met = {(rank % tps, pp, rank // etp % eps) for rank in range(count) for pp in range(pps)}
+            if met == have:
+                return
+    for tp in range(tps):
+        for pp in range(pps):
+            for ep in range(eps):
                 if (tp, pp, ep) not in have:
                     raise InputError(f"tensor rank {tp}, stage {pp}, expert rank {ep} is missing", where=directory)
-    return ranks
 
 
 def _rank(path: Path, root: Path, tp: int, pp: int, ep: int) -> Rank:
