@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    "mst", "mst inspect", "mst verify", "mst lineage", "mst-convert", "mst-merge", "mst-train", "mst-align", "mst-eval",
-    "mst-serve",
+    "mst", "mst inspect", "mst verify", "mst lineage", "mst-convert", "mst-convert adapter", "mst-merge", "mst-train",
+    "mst-align", "mst-eval", "mst-serve",
 )  # fmt: skip
 
 

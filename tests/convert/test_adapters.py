@@ -20,11 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from mst_convert.adapters import names as naming
 from mst_convert.adapters import plan as planning
 from mst_convert.adapters import work as working
 from mst_convert.adapters.spec import AdapterSpec
 from mst_core import checkpoint, manifest
 from mst_core.errors import InputError, SettingsError
+from mst_core.families import family_for
 
 TinyHF = Callable[..., Path]
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -286,6 +288,52 @@ def test_layers_of_several_kinds_are_written_apart(tiny_hf: TinyHF, tmp_path: Pa
     working.work(spec, plan)
     assert "decoder.layers.3.mlp.linear_fc2.adapter.linear_in.weight" in stored(spec.out)
     assert_equal(peft, convert(model=spec.out, to="peft", out=tmp_path / "back"))
+
+
+def test_targets_of_megatron_bridge() -> None:
+    """A plain name where it means these layers only: in a model of experts linear_fc1 is theirs too."""
+    config = {
+        "architectures": ["Qwen2MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 330, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    model = family_for(config).model(config)
+    everywhere = naming.sites(model)
+    assert not any(".experts." in site.module for site in everywhere)
+    some = [site for site in everywhere if site.leaf in ("linear_qkv", "linear_fc1")]
+    shared_expert = "*.mlp.shared_experts.linear_fc1"
+    assert naming.targets(some, everywhere, False, model) == ["linear_qkv", shared_expert]
+    parts = ["linear_q", "linear_k", "linear_v", f"{shared_expert}_gate", f"{shared_expert}_up"]
+    assert naming.targets(some, everywhere, True, model) == parts
+
+
+def test_a_module_that_is_fused_in_hugging_face(tmp_path: Path) -> None:
+    """Phi-3 has one qkv_proj: its rows are sorted by query group, and CanonicalLoRA has no name for it."""
+    config = {
+        "architectures": ["Phi3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 330,
+    }  # fmt: skip
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    peft = tmp_path / "peft"
+    peft.mkdir()
+    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj"]}
+    (peft / "adapter_config.json").write_text(json.dumps(told))
+    modules = [f"{PREFIX}model.layers.{layer}.self_attn.qkv_proj" for layer in range(2)]
+    tensors = {f"{module}.lora_A.weight": torch.randn(4, 64) for module in modules}
+    save_file(
+        tensors | {f"{module}.lora_B.weight": torch.randn(128, 4) for module in modules},
+        peft / "adapter_model.safetensors",
+    )
+    made = convert(model=peft, to="megatron-bridge", base=base, out=tmp_path / "made")
+    found = stored(made)["decoder.layers.self_attention.linear_qkv.adapter.linear_out.weight"]
+    whole = load_file(peft / "adapter_model.safetensors")[f"{modules[1]}.lora_B.weight"]
+    assert torch.equal(torch.cat(unfused("self_attention.linear_qkv", found[1], config)), whole)
+    assert_equal(peft, convert(model=made, to="peft", out=tmp_path / "back"))
+    with pytest.raises(InputError, match="CanonicalLoRA has no name for"):
+        convert(model=peft, to="megatron-bridge", form="separate", base=base, out=tmp_path / "no")
 
 
 LOADER = """

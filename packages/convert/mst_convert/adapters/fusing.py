@@ -70,6 +70,8 @@ def common_scale(pairs: Mapping[str, Pair]) -> float:
     A power of two goes into B without rounding; any other factor would not be exact.
     """
     scale = Counter(pair.scale for pair in pairs.values()).most_common(1)[0][0]
+    if not scale:
+        raise InputError("has lora_alpha 0: the adapter changes nothing")
     faults: list[MstError] = [
         InputError(f"has the scale {pair.scale:g}, most have {scale:g}", where=module)
         for module, pair in pairs.items()
@@ -115,7 +117,7 @@ def separate(shared: Shared, rank: int, scale: float, dtype: str) -> Iterator[tu
 
 def _scaled(pair: Pair, scale: float, dtype: str) -> Tensor:
     """B times what its scale has more than the common one. InputError where a number is too large or small for it."""
-    b = pair.b.read().to(torch_dtype(dtype))
+    b: Tensor = pair.b.read().to(torch_dtype(dtype))
     if pair.scale == scale:
         return b
     factor = pair.scale / scale

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from mst_convert.adapters import fusing, writing
+from mst_convert.adapters.fusing import Shared
 from mst_convert.adapters.lora import Lora
 from mst_convert.adapters.plan import AdapterPlan
 from mst_convert.adapters.spec import AdapterSpec
 from mst_convert.adapters.writing import Recipe
 from mst_core import checkpoint, console, files, manifest, torch_dist
+from mst_core.errors import InputError
 from mst_core.manifest import Parent
 from mst_core.spec import Result
 
@@ -63,6 +65,8 @@ def settle(spec: AdapterSpec, plan: AdapterPlan) -> Recipe:
     form = spec.form or "fused"
     if spec.to == "megatron-bridge" and spec.form is None and any(len(one.ranks) > 1 for one in shared):
         form = "separate"
+    if spec.to == "megatron-bridge" and form == "separate":
+        _check_canonical(shared)
     rank = fusing.highest(shared, form)
     if spec.to == "megatron-bridge":
         rank = -(-rank // spec.tp) * spec.tp  # its A is cut along the rank
@@ -72,6 +76,14 @@ def settle(spec: AdapterSpec, plan: AdapterPlan) -> Recipe:
         whole = (more for more in range(rank, 4 * rank + 1) if isinstance(fusing.alpha_of(scale, more, rslora), int))
         rank = next(whole, rank)
     return Recipe(shared, form, rank, scale, fusing.alpha_of(scale, rank, rslora), rslora, lora.dtype, spec.tp)
+
+
+def _check_canonical(shared: list[Shared]) -> None:
+    """CanonicalLoRA has an adapter of q, k, v, gate and up, and none of a linear_qkv or linear_fc1 as a whole."""
+    for one in shared:
+        if one.site.leaf in ("linear_qkv", "linear_fc1") and not one.site.canonical:
+            what = f"is one module here ({one.site.hf[0]}), which CanonicalLoRA has no name for"
+            raise InputError(what, where=one.site.module, hint="--form fused")
 
 
 def _zeros(recipe: Recipe, lora: Lora) -> list[str]:
