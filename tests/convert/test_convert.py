@@ -193,7 +193,10 @@ def test_a_megatron_directory_without_hf_needs_a_config(tiny_hf: TinyHF, tmp_pat
     with pytest.raises(InputError, match=r"hf/config\.json") as raised:
         planning.plan(ConvertSpec(model=str(tmp_path / "foreign"), to="hf", out=tmp_path / "x"))
     assert "--hf-config" in (raised.value.hint or "")
-    back = convert(model=tmp_path / "foreign", to="hf", out=tmp_path / "b", hf_config=hf)
+    with pytest.raises(InputError, match="optimizer state") as raised:
+        convert(model=tmp_path / "foreign", to="hf", out=tmp_path / "b", hf_config=hf)
+    assert "--weights-only" in (raised.value.hint or "")
+    back = convert(model=tmp_path / "foreign", to="hf", out=tmp_path / "b", hf_config=hf, weights_only=True)
     assert_equal(weights(hf), weights(back))
     assert manifest.read(back).parents[0].id.startswith("blake3:")
     assert checkpoint.verify(back) == []

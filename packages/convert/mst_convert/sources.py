@@ -47,6 +47,8 @@ class Source:
     tensors: int
     weight_files: Callable[[], list[Path]]
     left: list[str] = field(default_factory=list)
+    optimizer: bool = False
+    """Whether there is optimizer state, which no output holds."""
     copies: tuple[str, ...] = ()
     replicas: list[tuple[Array, Array]] = field(default_factory=list)
     vocab_rows: int = 0
@@ -305,6 +307,7 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
         tensors=len(used),
         weight_files=lambda: _files(stored, source),
         left=sentences,
+        optimizer=any(key.startswith(("optimizer.", "chained_")) for key in state),
         copies=_shipped(model, encoding),
         vocab_rows=rows,
         dialect=encoding.get("dialect"),

@@ -21,7 +21,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "max_shard_size": ("hf", "megatron"),
 }
 """Settings that belong to some layouts only."""
-HOW = ("hf_config", "workers", "resume", "verify")
+HOW = ("hf_config", "weights_only", "workers", "resume", "verify")
 """Settings that cannot change a byte of the output."""
 
 
@@ -57,6 +57,9 @@ class ConvertSpec(Spec):
     )
     hf_config: Path | None = Field(
         None, description="directory with config.json and tokenizer, for a Megatron checkpoint without hf/ in it"
+    )
+    weights_only: bool = Field(
+        False, description="leave optimizer state behind; without it a checkpoint that has some is refused"
     )
     workers: int = Field(2, ge=1, le=64, description="threads that copy")
     resume: bool = Field(False, description="go on with OUT.partial of a conversion that was killed")

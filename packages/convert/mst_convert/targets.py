@@ -7,7 +7,7 @@ legacy    targets_legacy.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,12 +33,12 @@ class Target:
     """An output.
 
     wanted   every tensor of it: name, dtype, shape
-    last     small files that depend on nothing but the plan, written after the weights
+    last     makes the small files that say what stands where, written after the weights
     """
 
     recipe: Recipe
     wanted: list[Wanted]
-    last: dict[str, bytes]
+    last: Callable[[], Mapping[str, bytes]]
     padding_rows: int = 0
     arrays: Mapping[str, Sequence[Array]] = field(default_factory=dict)
     """Of Hugging Face tensors: the arrays of each, by name."""
@@ -110,10 +110,13 @@ def to_hf(source: Source, cast: str | None, max_shard_size: int) -> Target:
         name = tensors.shard_name(number, len(parts_of))
         index.update({item[0]: name for item in part})
         files.append(OutFile(name, partial(_safetensors, part, arrays)))
-    target = Target(Recipe(files, feed.moves, source.copies), [wanted[name] for name in order], {}, arrays=arrays)
-    if len(files) > 1:
-        target.last[tensors.INDEX] = tensors.index_json(index, target.nbytes)
-    return target
+    written = [wanted[name] for name in order]
+    nbytes = sum(map(tensors.wanted_bytes, written))
+
+    def last() -> dict[str, bytes]:
+        return {tensors.INDEX: tensors.index_json(index, nbytes)} if len(files) > 1 else {}
+
+    return Target(Recipe(files, feed.moves, source.copies), written, last, arrays=arrays)
 
 
 def _safetensors(part: Sequence[Wanted], arrays: Mapping[str, Sequence[Array]]) -> Iterator[Segment]:
@@ -149,7 +152,10 @@ def to_torch_dist(
     layout = torch_dist_write.Layout(chunks, torch_dist_write.objects(named, state), max_shard_size)
     files = [OutFile(f"release/{name}", partial(layout.segments, name)) for name in layout.files]
     wanted: dict[str, Wanted] = {chunk.key: (chunk.key, chunk.dtype, chunk.shape) for chunk, _ in chunks}
-    last = {f"release/{name}": data for name, data in layout.index().items()}
+
+    def last() -> dict[str, bytes]:
+        return {f"release/{name}": data for name, data in layout.index().items()}
+
     vocab = source.model.dims.vocab
     return Target(
         Recipe(files, feed.moves),

@@ -43,7 +43,7 @@ def to_legacy(source: Source, spec: ConvertSpec) -> Target:
                 entries = _entries(state, stages, spec.spec)
                 files.append(OutFile(f"release/{where}/{legacy.FILE}", partial(archive.segments, entries)))
                 wanted += [(a.name, a.dtype, (a.rows, a.columns)) for stage in stages for a, _ in stage.values()]
-    target = Target(Recipe(files, feed.moves), wanted, {}, rows - source.model.dims.vocab)
+    target = Target(Recipe(files, feed.moves), wanted, dict, rows - source.model.dims.vocab)
     target.repeats = True
     return target
 

@@ -45,7 +45,7 @@ def work(spec: ConvertSpec, plan: ConvertPlan) -> Result:
         with console.progress("converting", target.nbytes, "B") as bar:
             copy = Copying(target.recipe, staging, spec.workers, bar.advance, mark, spec.resume)
             copy.run()
-        for name, content in target.last.items():
+        for name, content in target.last().items():
             staging.write(name, content)
         carried = carried_files(source, spec.dtype or written_dtype(source))
         if spec.to == "hf":
@@ -74,7 +74,7 @@ def work(spec: ConvertSpec, plan: ConvertPlan) -> Result:
 
 
 def _resumed(staged: Path) -> Collection[str]:
-    return {copying.JOURNAL, *copying.read_journal(staged / copying.JOURNAL)}
+    return {copying.JOURNAL, *copying.read_journal(staged / copying.JOURNAL)} - {copying.MARK}
 
 
 def _encoding(spec: ConvertSpec, source: Source, target: Target) -> dict[str, Any]:

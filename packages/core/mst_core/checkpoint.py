@@ -221,7 +221,8 @@ def stage(
 ) -> Iterator[Staging]:
     """A directory in the making. If the block ends without ``commit``, nothing of it is left.
 
-    ``keep`` names the files (relative to the directory) that a killed run left and this one goes on with.
+    ``keep`` names the files (relative to the directory) that a killed run left and this one goes on with; then nothing
+    is removed after a failure either.
 
     Raises InputError if ``out`` exists (without ``overwrite``), if another process is at work on it, or if the disk
     is full.
@@ -242,7 +243,7 @@ def stage(
             ) from error
         raise
     finally:
-        if not staging.committed:
+        if not staging.committed and keep is None:
             shutil.rmtree(staging.path, ignore_errors=True)
         os.close(lock)
 

@@ -1,0 +1,136 @@
+"""SIGKILL at any write of a conversion: nothing is accepted, and --resume ends with the same bytes and the same id."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.convert.test_layouts import convert, make, same
+
+from mst_convert import copying
+from mst_convert import plan as planning
+from mst_convert.spec import ConvertSpec
+from mst_core import checkpoint, manifest
+from mst_core.errors import InputError
+
+KILLS, SAMPLED = 200, 6
+CUT = """
+import os, signal, sys
+from mst_convert import copying
+copying.PIECE = 512
+left, pwrite = int(sys.argv[1]), os.pwrite
+def counted(*words):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pwrite(*words)
+os.pwrite = counted
+from mst_convert.cli import main
+sys.argv = ["mst-convert", *sys.argv[2:]]
+main()
+"""
+"""mst-convert in small pieces, killed at one of its writes."""
+
+
+def cut(after: int, *words: object) -> int:
+    """The exit code of a conversion that is killed after so many writes (or ends before)."""
+    command = [sys.executable, "-c", CUT, str(after), *map(str, words)]
+    return subprocess.run(command, capture_output=True, timeout=120).returncode
+
+
+def kill_and_resume(tmp_path: Path, seed: int) -> None:
+    """One conversion, killed up to three times."""
+    chosen = random.Random(seed)
+    name, to = chosen.choice(["llama", "qwen3-moe", "gpt-oss"]), chosen.choice(["megatron", "megatron-legacy", "hf"])
+    model = make(tmp_path / "hf", name)
+    if to == "hf":
+        model = convert(model=model, to="megatron", out=tmp_path / "model")
+    whole = convert(model=model, to=to, out=tmp_path / "whole")
+    out = tmp_path / "out"
+    words = ["--model", model, "--to", to, "--out", out, "--workers", chosen.choice([1, 2, 3])]
+    resume: list[str] = []
+    for _ in range(chosen.choice([1, 1, 2, 3])):
+        if cut(chosen.randrange(200), *words, *resume) == 0:
+            break
+        assert not out.exists()
+        with pytest.raises(InputError):
+            planning.plan(ConvertSpec(model=str(tmp_path / "out.partial"), to="hf", out=tmp_path / "x"))
+        resume = ["--resume"]
+    else:
+        assert cut(1 << 40, *words, "--resume") == 0
+    assert manifest.read(out).id == manifest.read(whole).id
+    assert checkpoint.verify(out) == []
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("seed", range(SAMPLED))
+def test_a_killed_conversion_goes_on(tmp_path: Path, seed: int) -> None:
+    kill_and_resume(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SAMPLED, KILLS))
+def test_a_killed_conversion_goes_on_whole_count(tmp_path: Path, seed: int) -> None:
+    kill_and_resume(tmp_path, seed)
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> list[Any]:
+    """The words of a conversion that was killed half way."""
+    hf = make(tmp_path / "hf", "llama")
+    words = ["--model", hf, "--to", "megatron", "--out", tmp_path / "out"]
+    assert cut(60, *words) == -9
+    return words
+
+
+def test_what_was_written_is_not_read_from_the_source_again(
+    killed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    before = copying.Sources.read
+
+    def counted(self: copying.Sources, array: Any, start: int, into: memoryview) -> None:
+        nonlocal read
+        read += len(into)
+        before(self, array, start, into)
+
+    monkeypatch.setattr(copying.Sources, "read", counted)
+    convert(model=killed[1], to="megatron", out=tmp_path / "whole")
+    whole, read = read, 0
+    out = convert(model=killed[1], to="megatron", out=tmp_path / "out", resume=True)
+    assert 0 < read < whole
+    same(killed[1], convert(model=out, to="hf", out=tmp_path / "back"))
+
+
+def test_damage_to_what_was_written_is_noticed(killed: list[Any], tmp_path: Path) -> None:
+    staged = tmp_path / "out.partial" / "release" / "__0_0.distcp"
+    data = bytearray(staged.read_bytes())
+    data[2000] ^= 1
+    staged.write_bytes(data)
+    with pytest.raises(InputError, match=r"changed since the run that is resumed"):
+        convert(model=killed[1], to="megatron", out=tmp_path / "out", resume=True)
+
+
+def test_another_conversion_is_not_resumed(killed: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="another conversion, cut short"):
+        convert(model=killed[1], to="megatron", out=tmp_path / "out", dtype="fp32", resume=True)
+    assert cut(1 << 40, *killed, "--resume") == 0  # nothing was lost by the mistake
+
+
+def test_without_resume_it_starts_again(killed: list[Any], tmp_path: Path) -> None:
+    same(
+        killed[1],
+        convert(model=convert(model=killed[1], to="megatron", out=tmp_path / "out"), to="hf", out=tmp_path / "b"),
+    )
+
+
+def test_a_torn_journal_line_is_left_out(tmp_path: Path) -> None:
+    line = json.dumps({"file": "a", "end": 3, "blake3": "x"})
+    (tmp_path / "j").write_text(line + "\n" + line.replace("3", "9")[:20])
+    assert copying.read_journal(tmp_path / "j")["a"]["end"] == 3
