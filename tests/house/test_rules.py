@@ -160,15 +160,6 @@ def cpu_of(script: str) -> tuple[float, str, str]:
     return min(seconds), done.stdout, said
 
 
-@pytest.fixture(scope="module")
-def slowness() -> float:
-    """How much slower this machine is, just now, than an idle one: importing pydantic-settings takes 0.3 s there.
-
-    CPU seconds of two processes on one core's two threads count up to twice, so the rule is held in these units.
-    """
-    return max(1.0, cpu_of("import pydantic_settings")[0] / 0.3)
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_help_is_light_and_quick(tool: str, slowness: float) -> None:
     script = (

@@ -16,7 +16,7 @@ from mst_convert.plan import CARRIED, ConvertPlan
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
 from mst_convert.targets import Target
-from mst_core import checkpoint, console, files, manifest, torch_dist
+from mst_core import checkpoint, console, files, manifest, torch_dist, untrusted
 from mst_core.blocks import Array
 from mst_core.checkpoint import Staging
 from mst_core.errors import InputError, MstError
@@ -130,6 +130,8 @@ def carried_files(source: Source, dtype: str | None) -> dict[str, Path | bytes]:
     carried: dict[str, Path | bytes] = {
         name: source.hf_dir / name for name in ("config.json", *CARRIED) if (source.hf_dir / name).is_file()
     }
+    for name in carried:
+        untrusted.regular(source.hf_dir / name, source.hf_dir)  # a link out would carry a file of this machine along
     changed = dict(source.config)
     named = source.config.get("dtype", source.config.get("torch_dtype"))
     if (dtype is not None and source.layout != "hf") or (dtype is not None and dtype != written_dtype(source)):

@@ -1,6 +1,7 @@
 """The base of a merge, in any layout, as Hugging Face tensors: which there are (headers), and one after the other.
 
-All layouts give the same tensors in the same order, so that a merge into one equals a merge into the other byte for byte.
+All layouts give the same tensors in the same order, so that a merge into one equals a merge into the other byte for
+byte.
 """
 
 from __future__ import annotations

@@ -85,6 +85,8 @@ __all__ = [
 def family_for(config: Config, where: Where = "config.json") -> Family:
     """The family of a config.json: by its architecture's name, or by model_type where it names none."""
     named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise InputError(f"architectures must be a list of names, found {named!r:.80}", where=where)
     known = ", ".join(family.architecture for family in FAMILIES)
     for family in FAMILIES:
         if named and named[0] == family.architecture:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """``rows`` rows of source number ``source``, from row ``source_start`` on, every ``step``-th, land at row ``start``."""
+    """``rows`` rows of source number ``source``, every ``step``-th from ``source_start`` on, land at row ``start``."""
 
     source: int
     source_start: int

@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mst_core.errors import InputError
 from mst_core.families.ops import OPS, Region, check_regions, pack_rows, unpack_rows
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ class Family:
         names     the tensors of the directory, which decide the dialect
         dialect   the dialect itself (a manifest remembers it)
         """
+        check_counts(config, where)
         dims, facts, layers = self.read(config, where)
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         if self.dialects:
@@ -256,6 +258,23 @@ class Family:
 
     def is_ignored(self, name: str, dims: Dims) -> bool:
         return any(name in _each_layer(pattern, dims.layers) for pattern in self.ignored)
+
+
+LAYERS = ("num_hidden_layers", "num_layers", "num_nextn_predict_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST = 10_000
+
+
+def check_counts(config: Config, where: Where) -> None:
+    """Refuse numbers of layers and experts that no model has, before anything counts to them."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        counts = {key: part[key] for key in (*LAYERS, *EXPERTS) if isinstance(part.get(key), int)}
+        layers = max((counts[key] for key in LAYERS if key in counts), default=1)
+        experts = max((counts[key] for key in EXPERTS if key in counts), default=1)
+        for key, value in counts.items():
+            if value > MOST or (key in EXPERTS and layers * experts > 100 * MOST):
+                raise InputError(f"{key} {value} is more than any model has", where=where)
 
 
 @lru_cache(maxsize=64)
