@@ -312,3 +312,17 @@ def test_qwen1_5_and_old_mistral_keys() -> None:
     assert "window_size" not in made["transformer"]
     nemo = groups("MistralForCausalLM", head_dim=16, sliding_window=None, rope_theta=1e6)
     assert (nemo["transformer"]["kv_channels"], nemo["gpt"]["rotary_base"]) == (16, 1e6)
+
+
+def test_what_is_called_proved_by_logits_is_compared_by_logits() -> None:
+    """PROOFS against the cases of the two oracles."""
+    from tests.oracle import test_families, test_families_moe
+
+    from mst_core.families import FAMILIES, PROOFS
+
+    compared = {
+        case[0].replace("_", "-") for case in (*test_families.BUILT.values(), *test_families_moe.BUILT.values())
+    }
+    said = {family.model_type.replace("_", "-") for family in FAMILIES if PROOFS[family.name].startswith("logits")}
+    assert said == compared
+    assert PROOFS.keys() == {family.name for family in FAMILIES}

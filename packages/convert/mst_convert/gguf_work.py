@@ -27,7 +27,7 @@ def convert(spec: ConvertSpec, plan: ConvertPlan) -> Result:
     loaded, tokenizer = _load(source)
     state = loaded.state_dict()
     config = _config(loaded)
-    model = family_for(config, source).model(config, source)
+    model = family_for(config, source).model(config, source, names=state)
     dtype = CASTS[spec.dtype or "bf16"]
     config["dtype"] = TORCH_NAMES[dtype]
     wanted = _wanted(model, state, dtype, source)

@@ -56,12 +56,17 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
     hf = model_dir / "hf" if layout == "megatron" else model_dir
     config = tensors.config(hf)
     family = families.family_for(config, str(hf / "config.json"))
-    model = family.model(config, str(hf / "config.json"))
-    stored = torch_dist.metadata(torch_dist.checkpoint_dir(model_dir)) if layout == "megatron" else None
-    if stored is None:
-        _check_tensors(tensors.headers(model_dir), model, model_dir)
+    found = tensors.headers(model_dir) if layout == "hf" else {}
+    model = family.model(config, str(hf / "config.json"), names=found)
+    if layout == "megatron":
+        torch_dist.metadata(torch_dist.checkpoint_dir(model_dir))
+    else:
+        _check_tensors(found, model, model_dir)
     if engine == "megatron":
-        family.megatron(config, str(hf / "config.json"))
+        groups = family.megatron(config, str(hf / "config.json"))
+        if "mla" in groups or groups["transformer"].get("num_moe_experts") or family.carried:
+            what = f"the megatron engine does not train {family.architecture} yet, only dense text models"
+            raise InputError(what, where=model_dir, hint=f"mst-convert --model {model_dir} --to hf, and --engine plain")
         check_layout(model, spec, model_dir)
     if not render.has_template(model_dir):
         raise InputError("its tokenizer has no chat template", where=hf, hint=render.TEMPLATE_HINT)

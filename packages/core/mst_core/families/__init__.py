@@ -61,8 +61,19 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_5_VL,
 )
 
+LOGITS = "logits in megatron-core equal transformers'"
+AS_LLAMA = "its keys, and the same weights written as the equivalent Llama"
+NO_POST_NORMS = "its keys: megatron-core has no norm after attention or MLP"
+PROOFS: dict[str, str] = {
+    **{family.name: LOGITS for family in FAMILIES},
+    **dict.fromkeys(("yi", "internlm2", "internlm3", "baichuan", "baichuan1"), AS_LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3", "glm4"), NO_POST_NORMS),
+}
+"""What a test holds of each family (tests/oracle/test_families*.py, tests/core/test_families_dense.py)."""
+
 __all__ = [
     "FAMILIES",
+    "PROOFS",
     "Config",
     "Dims",
     "Family",
