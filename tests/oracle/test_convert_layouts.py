@@ -258,19 +258,8 @@ def test_the_removed_grouped_mlp_comes_back_bit_for_bit(ran: dict[str, Any], lay
     _equal(Path(case["hf"]), back)
 
 
-TIED_HYBRID = "HybridModel asks for output_layer._extra_state when tied too: torch_dist_write.extra_states writes none"
-LOADED_HYBRIDS = [
-    pytest.param(
-        name,
-        form,
-        marks=[pytest.mark.xfail(reason=TIED_HYBRID, strict=True)] if (name, form) == ("llama-tied", "hybrid") else [],
-    )
-    for name in HYBRIDS
-    for form in ("hybrid", "stacked")
-]
-
-
-@pytest.mark.parametrize(("name", "form"), LOADED_HYBRIDS)
+@pytest.mark.parametrize("form", ["hybrid", "stacked"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_model_loads_hybrid_names_and_retargets_gpt_ones(ran: dict[str, Any], name: str, form: str) -> None:
     """``--spec hybrid`` as it is; the stacked te form through megatron-core's gpt_checkpoint_interop."""
     for rank in ran["ranks"]:

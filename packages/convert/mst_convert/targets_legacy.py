@@ -78,6 +78,10 @@ def _check(source: Source, spec: ConvertSpec) -> None:
         halves = 2 if "linear_fc1." in task.native else 1
         if axis is not None and size % (spec.tp * halves) and not task.native.endswith((EMBEDDING, HEAD)):
             faults.append(InputError(f"--tp {spec.tp} does not divide its {size // halves}", where=task.native))
+    if spec.tp > 1 and any(task.native.endswith("experts.linear_fc2.bias") for task in source.tasks):
+        faults.append(
+            InputError("its experts have biases, which Megatron does not cut", hint="--tp 1, or --to megatron")
+        )
     if faults:
         raise many(faults[:20], what=f"{source.directory} does not fit these parallel sizes:")
 

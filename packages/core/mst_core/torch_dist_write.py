@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mst_core.families import Config, Family, Task
 
 META = "torch.distributed.checkpoint.metadata"
+EMBEDDING = "embedding.word_embeddings.weight"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 
@@ -164,6 +165,8 @@ def extra_states(named: Iterable[tuple[Task, str, bool]]) -> list[tuple[str, Any
             inside, found, _ = module.partition(".self_attention.")
             if found:
                 modules[f"{inside}.self_attention.core_attention._extra_state/shard_{shard}"] = None
+            if key.endswith(EMBEDDING):  # a tied output layer has no weight, but a HybridModel asks for its state
+                modules[f"{key.removesuffix(EMBEDDING)}output_layer._extra_state/shard_0_1"] = None
     return [(key, None) for key in modules]
 
 
