@@ -85,8 +85,8 @@ def convert(folder: Path, size: float, rounds: int, workers: int) -> str:
     head = [
         f"mst {version('mst-tools-core')}, Python {platform.python_version()}, Linux {platform.release()},",
         f"{os.cpu_count()} cores ({cpu()}), {rounds} paired rounds, {size:g} GB of random bf16, {workers} workers.",
-        "Speed is against `cp -r` and `sync` of the same source in the same round, from process start to durable output,",
-        "hashed with blake3, fsynced. Memory is the peak of anonymous pages, interpreter and imports included.",
+        "Speed is against `cp -r` and `sync` of the same source in the same round, from process start to durable",
+        "output, hashed with blake3, fsynced. Memory is the peak of anonymous pages, interpreter and imports included.",
         "",
         "| conversion | page cache | speed against cp | spread | median | memory |",
         "|---|---|---|---|---|---|",
