@@ -13,6 +13,7 @@ from mst_convert.merge import adapter as peft
 from mst_convert.merge.adapter import Adapter
 from mst_convert.merge.base import open_base, wanted
 from mst_convert.merge.edits import Delta, Edit, Matcher, conflicts
+from mst_convert.merge.megatron import Layout
 from mst_convert.merge.spec import MergeSpec
 from mst_convert.merge.tying import embedding_of, settle, untied
 from mst_convert.plan import SLACK
@@ -76,6 +77,8 @@ class MergePlan(Plan):
     targets: list[Wanted] = Field(exclude=True, repr=False)
     new_head: str | None = Field(exclude=True, repr=False)
     """The embedding that an untied head is made of and written after, where the base ships no head."""
+    native: Layout | None = Field(exclude=True, repr=False)
+    """Of --to megatron: where each tensor goes."""
     loras: list[Adapter] = Field(exclude=True, repr=False)
     matched: Matched = Field(exclude=True, repr=False)
 
@@ -141,6 +144,7 @@ def plan(spec: MergeSpec) -> MergePlan:
         model=model,
         targets=targets,
         new_head=new_head,
+        native=Layout(job, model, targets) if spec.to == "megatron" else None,
         loras=loras,
         matched=matched,
     )

@@ -24,8 +24,10 @@ class MergeSpec(Spec):
     )
     untie: bool = Field(False, description="write a tied head and its embedding apart: tie_word_embeddings false")
     out: Path = Field(description="the directory to write")
-    to: Literal["hf"] = Field("hf", description="layout of the output")
-    max_shard_size: ByteSize = Field(ByteSize(5_000_000_000), description="largest weight file, as 5GB or 500MB")
+    to: Literal["hf", "megatron"] = Field("hf", description="layout of the output")
+    max_shard_size: ByteSize = Field(
+        ByteSize(5_000_000_000), description="--to hf: largest weight file, as 5GB or 500MB"
+    )
     tokenizer: Literal["base", "adapter"] | None = Field(
         None, description="whose tokenizer files to take; needed only where the two have different vocabularies"
     )
@@ -41,6 +43,8 @@ class MergeSpec(Spec):
             raise ValueError(f"--weights: {len(self.weights)} for {len(self.adapter)} adapters")
         if not all(weight and isfinite(weight) for weight in self.factors):
             raise ValueError("--weights: each must be a finite number other than 0")
+        if self.to == "megatron" and "max_shard_size" in self.model_fields_set:
+            raise ValueError("--max-shard-size belongs to --to hf")
         return self
 
     @property

@@ -15,12 +15,13 @@ from mst_convert.merge import sidecar
 from mst_convert.merge.applying import Applier, check_copy, check_parts, check_twin
 from mst_convert.merge.base import stream
 from mst_convert.merge.edits import Edit
+from mst_convert.merge.megatron import VOCAB_PADDING, MegatronWriter
 from mst_convert.merge.plan import MergePlan, adapter_manifest, check_base, other_base
 from mst_convert.merge.spec import MergeSpec
 from mst_convert.merge.tying import untied
 from mst_convert.sources import Source
-from mst_convert.work import carried_files, parent_of, written_dtype
-from mst_core import checkpoint, console, manifest, tensors
+from mst_convert.work import carried_files, parent_of, write_files, written_dtype
+from mst_core import checkpoint, console, manifest, tensors, torch_dist
 from mst_core.checkpoint import Staging
 from mst_core.errors import InputError, MstError
 from mst_core.files import TOKENIZER_FILES
@@ -55,21 +56,25 @@ def work(spec: MergeSpec, plan: MergePlan) -> Result:
     carried = _carried(spec, plan)
     ledger = Ledger()
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
-        writer = tensors.write_hf(staging, plan.targets, int(spec.max_shard_size))
-        _merge_all(plan, writer, ledger)
-        writer.finish()
+        if plan.native is None:
+            writer = tensors.write_hf(staging, plan.targets, int(spec.max_shard_size))
+            _merge_all(plan, writer, ledger)
+            writer.finish()
+        else:
+            native = MegatronWriter(staging, plan.native)
+            _merge_all(plan, native, ledger)
+            native.finish(_config(plan, carried), plan.job.hf_dir)
         if set(ledger.merged) != set(plan.matched.edits) or ledger.written != len(plan.targets):
             raise MstError("the counts of merged and written tensors do not add up", where=spec.out)
-        for name, source in sorted(carried.items()):
-            if isinstance(source, bytes):
-                staging.write(name, source)
-            else:
-                staging.copy(source, name)
+        if plan.native is None:
+            write_files(staging, carried)
+        else:
+            torch_dist.write_megatron_sidecar(staging, carried)
         _report(staging, ledger)
         made = staging.commit(
             kind="model",
-            layout="hf",
-            encoding={} if verified else {"base": "unverified"},
+            layout=spec.to,
+            encoding=_encoding(plan) | ({} if verified else {"base": "unverified"}),
             model=plan.model.info(TORCH_NAMES[plan.targets[0][1]]),
             parents=parents,
             parent_dirs=directories,
@@ -78,6 +83,30 @@ def work(spec: MergeSpec, plan: MergePlan) -> Result:
             notes=_notes(ledger, verified),
         )
     return _result(spec, plan, made, ledger, verified)
+
+
+def _config(plan: MergePlan, carried: dict[str, Path | bytes]) -> dict[str, Any]:
+    """config.json as it is written."""
+    text = carried["config.json"]
+    found: dict[str, Any] = json.loads(text if isinstance(text, bytes) else text.read_bytes())
+    return found
+
+
+def _encoding(plan: MergePlan) -> dict[str, Any]:
+    """What the layout leaves open, as mst-convert says it."""
+    dialect = {"dialect": plan.job.dialect} if plan.job.dialect else {}
+    if plan.native is None:
+        return dialect
+    copies = [name for name in plan.job.copies if name in plan.model.duplicates()]
+    return {
+        "spec": "te",
+        "form": plan.native.form,
+        "vocab_padding": VOCAB_PADDING,
+        "vocab_rows": plan.native.vocab_rows,
+        "vocab_fill": "zeros",
+        **({"duplicates": copies} if copies else {}),
+        **dialect,
+    }
 
 
 def _lineage(plan: MergePlan) -> tuple[bool, list[Parent], list[Path]]:
@@ -115,7 +144,7 @@ def _check(plan: MergePlan) -> None:
         console.warn("fan_in_fan_out is ignored, as PEFT ignores it: these layers are Linear, with [out, in] weights")
 
 
-def _merge_all(plan: MergePlan, writer: tensors.HFWriter, ledger: Ledger) -> None:
+def _merge_all(plan: MergePlan, writer: tensors.HFWriter | MegatronWriter, ledger: Ledger) -> None:
     applier = Applier(kept=4 * len(plan.loras))
     with console.progress("merging", plan.bytes_out, "B") as bar:
         for name, tensor in _sources(plan):
@@ -159,8 +188,7 @@ def _carried(spec: MergeSpec, plan: MergePlan) -> dict[str, Path | bytes]:
     carried = carried_files(job, written_dtype(job) if job.layout != "hf" else None)
     kept: dict[str, Path | bytes] = {name: source for name, source in carried.items() if name not in TOKENIZER_FILES}
     if plan.untie:
-        text = kept["config.json"]
-        config = untied(json.loads(text if isinstance(text, bytes) else text.read_bytes()))
+        config = untied(_config(plan, kept))
         kept["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     chosen, differing = sidecar.tokenizer_files(job.hf_dir, [lora.directory for lora in plan.loras], spec.tokenizer)
     if differing:

@@ -81,7 +81,7 @@ OPS: dict[str, Op] = {"copy": copy, "concat": concat, "qkv": qkv, "fused_qkv": f
 
 def pack_rows(regions: Sequence[Region], rows: int, sources: Sequence[Tensor]) -> Tensor:
     """The native tensor ``[rows, ...]`` of ``sources``; rows that no region covers are zeros (vocabulary padding)."""
-    if len(regions) == 1 and regions[0].rows == rows:
+    if len(regions) == 1 and regions[0].rows == rows == sources[0].shape[0]:
         return sources[0]
     first = sources[0]
     native = first.new_zeros((rows, *first.shape[1:]))
