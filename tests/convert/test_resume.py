@@ -14,9 +14,10 @@ from tests.convert.test_layouts import convert, make, same
 
 from mst_convert import copying
 from mst_convert import plan as planning
+from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
 from mst_core import checkpoint, manifest
-from mst_core.errors import InputError
+from mst_core.errors import InputError, SettingsError
 
 KILLS, SAMPLED = 200, 6
 CUT = """
@@ -134,3 +135,44 @@ def test_a_torn_journal_line_is_left_out(tmp_path: Path) -> None:
     line = json.dumps({"file": "a", "end": 3, "blake3": "x"})
     (tmp_path / "j").write_text(line + "\n" + line.replace("3", "9")[:20])
     assert copying.read_journal(tmp_path / "j")["a"]["end"] == 3
+
+
+def test_parts_join_in_the_last_one_to_end(tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "qwen3-moe")
+    settings: dict[str, Any] = {"model": hf, "to": "megatron", "max_shard_size": 5000}
+    whole = convert(**settings, out=tmp_path / "whole")
+    out = tmp_path / "out"
+    for part in ("2/3", "3/3"):
+        spec = ConvertSpec(**{**settings, "model": str(hf)}, out=out, part=part)
+        assert "done" in working.work(spec, planning.plan(spec)).text
+        assert not out.exists()
+    assert cut(40, *flags(hf, out, "1/3")) == -9
+    assert not out.exists()
+    with pytest.raises(InputError, match="another conversion"):
+        convert(**{**settings, "max_shard_size": 9000}, out=out, part="1/3")
+    convert(**settings, out=out, part="1/3")
+    assert manifest.read(out).id == manifest.read(whole).id
+    assert not (tmp_path / "out.partial").exists()
+
+
+def flags(hf: Path, out: Path, part: str) -> list[object]:
+    return ["--model", hf, "--to", "megatron", "--out", out, "--max-shard-size", 5000, "--part", part]
+
+
+def test_parts_at_the_same_time(tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "qwen3-moe")
+    whole = convert(model=hf, to="megatron", out=tmp_path / "whole", max_shard_size=5000)
+    tool = [str(Path(sys.executable).parent / "mst-convert")]
+    running = [
+        subprocess.Popen([*tool, *map(str, flags(hf, tmp_path / "out", f"{n}/4"))], stderr=subprocess.PIPE, text=True)
+        for n in range(1, 5)
+    ]
+    said = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0] * 4, said
+    assert manifest.read(tmp_path / "out").id == manifest.read(whole).id
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_part_that_does_not_exist() -> None:
+    with pytest.raises(SettingsError, match="no such part"):
+        ConvertSpec.parse(["--model", "m", "--to", "hf", "--out", "o", "--part", "3/2"])

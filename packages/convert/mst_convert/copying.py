@@ -12,6 +12,7 @@ that resumes reads what is there instead of the source, and goes on where the di
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -40,6 +41,7 @@ PIECE = 1 << 19
 DROP = 1 << 25
 """Written pages are handed to the disk, and forgotten, this many bytes at a time."""
 JOURNAL = "journal.jsonl"
+PART_JOURNAL = "journal-{}-of-{}.jsonl"
 MARK = ""
 """Stands in the journal where a file's name would: what is being written."""
 
@@ -160,9 +162,13 @@ class Copying:
         workers: int,
         advance: Callable[[int], None],
         mark: str,
+        journals: Sequence[str] = (JOURNAL,),
         resume: bool = False,
     ) -> None:
-        """``mark`` is the same for runs that write the same bytes: only such a run is resumed."""
+        """``mark`` is the same for runs that write the same bytes: only such a run is resumed.
+
+        The first of ``journals`` is written; what all of them note as finished need not be written.
+        """
         self._recipe = recipe
         self._staging = staging
         self._advance = advance
@@ -175,15 +181,23 @@ class Copying:
         """The source arrays, by name."""
         self._failed = False
         self._files: list[_Out] = []
-        self._journal_path = staging.path / JOURNAL
-        self._known = read_journal(self._journal_path) if resume else {}
-        if self._known.pop(MARK, {"blake3": mark})["blake3"] != mark:
-            raise InputError(
-                "is another conversion, cut short: the model or the settings differ",
-                where=staging.path,
-                hint="start again without --resume",
-            )
-        self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._known: dict[str, dict[str, Any]] = {}
+        for journal in journals if resume else ():
+            known = read_journal(staging.path / journal)
+            if known.pop(MARK, {"blake3": mark})["blake3"] != mark:
+                raise InputError(
+                    "is another conversion, cut short: the model or the settings differ",
+                    where=staging.path,
+                    hint="start again without --resume, or remove it",
+                )
+            self._known |= known
+        self._journal = os.open(
+            staging.path / journals[0], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError("another process is writing this part", where=staging.out) from None
         os.write(self._journal, _line(MARK, 0, mark))
         self._jobs = self._all_jobs()
 
@@ -198,7 +212,6 @@ class Copying:
                 os.close(out.handle)
         for worker in workers:
             worker.result()
-        self._journal_path.unlink()
 
     # --- the stream of jobs ------------------------------------------------------------------------------------
 

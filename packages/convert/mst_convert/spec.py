@@ -21,7 +21,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "max_shard_size": ("hf", "megatron"),
 }
 """Settings that belong to some layouts only."""
-HOW = ("hf_config", "weights_only", "workers", "resume", "verify")
+HOW = ("hf_config", "part", "weights_only", "workers", "resume", "verify")
 """Settings that cannot change a byte of the output."""
 
 
@@ -62,6 +62,12 @@ class ConvertSpec(Spec):
         False, description="leave optimizer state behind; without it a checkpoint that has some is refused"
     )
     workers: int = Field(2, ge=1, le=64, description="threads that copy")
+    part: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d*/[1-9]\d*$",
+        description="as 2/4: write every fourth file from the second on. Run all parts, on as many machines as share"
+        " the disk; the last one to end makes the output appear",
+    )
     resume: bool = Field(False, description="go on with OUT.partial of a conversion that was killed")
     verify: Literal["none", "hash", "roundtrip"] = Field(
         "hash",
@@ -75,9 +81,17 @@ class ConvertSpec(Spec):
         for field, layouts in ONLY.items():
             if field in self.model_fields_set and getattr(self, field) is not None and self.to not in layouts:
                 raise ValueError(f"--{field.replace('_', '-')} belongs to --to {' or '.join(layouts)}")
+        if self.parts[0] > self.parts[1]:
+            raise ValueError(f"--part {self.part}: there is no such part")
         if self.to == "megatron-legacy" and self.spec == "hybrid":
             raise ValueError("--spec hybrid belongs to --to megatron: HybridModel has no legacy checkpoints")
         return self
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Which part of how many."""
+        part, of = (self.part or "1/1").split("/")
+        return int(part), int(of)
 
     def changing_bytes(self) -> dict[str, object]:
         """The settings for the manifest: those of the layout that is written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from mst_convert import copying, verifying
 from mst_convert.accounts import CASTS
-from mst_convert.copying import Copying, Sources
+from mst_convert.copying import Copying, Recipe, Sources
 from mst_convert.plan import CARRIED, ConvertPlan
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
@@ -37,34 +37,53 @@ def work(spec: ConvertSpec, plan: ConvertPlan) -> Result:
     source, target = plan.read, plan.made
     if source is None or target is None:
         raise MstError("the plan holds no files to write")
+    part, parts = spec.parts
     check_replicas(source)
-    parent, parent_dirs = parent_of(source, plan.lossless)
-    settings = spec.changing_bytes()
-    mark = blake3(json.dumps([VERSION, parent.id, settings], sort_keys=True).encode()).hexdigest()
-    with checkpoint.stage(spec.out, spec.overwrite, keep=_resumed if spec.resume else None) as staging:
-        with console.progress("converting", target.nbytes, "B") as bar:
-            copy = Copying(target.recipe, staging, spec.workers, bar.advance, mark, spec.resume)
+    keep = _kept if spec.resume else None
+    with checkpoint.stage(spec.out, spec.overwrite, keep=keep, shared=parts > 1) as staging:
+        mark, journals = _mark(spec, source), _journals(spec)
+        mine = Recipe(target.recipe.files[part - 1 :: parts], target.recipe.moves, target.recipe.copies)
+        with console.progress("converting", target.nbytes // parts, "B") as bar:
+            copy = Copying(
+                mine, staging, spec.workers, bar.advance, mark, journals[:1], resume=spec.resume or parts > 1
+            )
             copy.run()
-        for name, content in target.last().items():
-            staging.write(name, content)
-        carried = carried_files(source, spec.dtype or written_dtype(source))
-        if spec.to == "hf":
-            write_files(staging, carried)
-        else:
-            torch_dist.write_megatron_sidecar(staging, carried)
-        report = verifying.settle(copy, source, target) | verifying.verify(spec, source, target, staging)
-        verifying.write_report(staging, report)
-        made = staging.commit(
-            kind="model",
-            layout=spec.to,
-            encoding=_encoding(spec, source, target),
-            model=source.model.info(TORCH_NAMES[target.wanted[0][1]]),
-            parents=[parent],
-            parent_dirs=parent_dirs,
-            tool=TOOL,
-            settings=settings,
-            notes={**report, "left_out": plan.left_out},
-        )
+        if parts > 1:
+            written = [*journals, *(file.name for file in target.recipe.files)]
+            if not _all_there(target, staging, journals) or not staging.take_over(written):
+                return Result(text=f"{spec.out}: part {spec.part} is done", data={"out": str(spec.out), "part": part})
+            copy = Copying(target.recipe, staging, 1, lambda _: None, mark, journals, resume=True)
+            copy.run()  # every file is there: it is entered and counted
+        return _finish(spec, plan, source, target, staging, copy)
+
+
+def _finish(
+    spec: ConvertSpec, plan: ConvertPlan, source: Source, target: Target, staging: Staging, copy: Copying
+) -> Result:
+    """The weights are written: what belongs beside them, the verification, the manifest."""
+    parent, parent_dirs = parent_of(source, plan.lossless)
+    for name, content in target.last().items():
+        staging.write(name, content)
+    carried = carried_files(source, spec.dtype or written_dtype(source))
+    if spec.to == "hf":
+        write_files(staging, carried)
+    else:
+        torch_dist.write_megatron_sidecar(staging, carried)
+    report = verifying.settle(copy, source, target) | verifying.verify(spec, source, target, staging)
+    verifying.write_report(staging, report)
+    for journal in _journals(spec):
+        (staging.path / journal).unlink()
+    made = staging.commit(
+        kind="model",
+        layout=spec.to,
+        encoding=_encoding(spec, source, target),
+        model=source.model.info(TORCH_NAMES[target.wanted[0][1]]),
+        parents=[parent],
+        parent_dirs=parent_dirs,
+        tool=TOOL,
+        settings=spec.changing_bytes(),
+        notes={**report, "left_out": plan.left_out},
+    )
     console.say(
         f"{report['sources']} source tensors used once, {report['elements']:,} elements written once,"
         f" {manifest.short(made.id)}"
@@ -73,8 +92,33 @@ def work(spec: ConvertSpec, plan: ConvertPlan) -> Result:
     return Result(text=str(spec.out), data=data)
 
 
-def _resumed(staged: Path) -> Collection[str]:
+def _journals(spec: ConvertSpec) -> list[str]:
+    """This part's journal, and then the others'."""
+    part, parts = spec.parts
+    if parts == 1:
+        return [copying.JOURNAL]
+    numbers = [part, *(n for n in range(1, parts + 1) if n != part)]
+    return [copying.PART_JOURNAL.format(n, parts) for n in numbers]
+
+
+def _kept(staged: Path) -> Collection[str]:
+    """What a run that resumes leaves in the staging directory: all that the journal knows."""
     return {copying.JOURNAL, *copying.read_journal(staged / copying.JOURNAL)} - {copying.MARK}
+
+
+def _all_there(target: Target, staging: Staging, journals: Sequence[str]) -> bool:
+    """Whether the journals of all parts have every file as finished."""
+    known: dict[str, Any] = {}
+    for journal in journals:
+        known |= copying.read_journal(staging.path / journal)
+    return all(known.get(file.name, {}).get("closed") for file in target.recipe.files)
+
+
+def _mark(spec: ConvertSpec, source: Source) -> str:
+    """The same for conversions that write the same: settings, and names, sizes and times of the source's files."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.weight_files()]
+    told = json.dumps([VERSION, stats, source.config, spec.changing_bytes(), spec.parts[1]], sort_keys=True)
+    return blake3(told.encode()).hexdigest()
 
 
 def _encoding(spec: ConvertSpec, source: Source, target: Target) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class Staging:
         self.out = out
         self.path = partial(out)
         self.committed = False
+        self.lock = -1
+        """The locked directory's descriptor."""
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
         self._attachments: dict[str, FileEntry] = {}
@@ -102,6 +104,18 @@ class Staging:
         with self.open(name) as file, source.open("rb", buffering=0) as reader:
             while block := reader.read(_WRITE):
                 file.write(block)
+
+    def take_over(self, keep: Collection[str]) -> bool:
+        """Of a shared directory: wait until nobody else is at work on it, and remove all but the files to ``keep``.
+        False if somebody else committed it."""
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        try:
+            mine = os.path.samestat(os.fstat(self.lock), self.path.stat())
+        except FileNotFoundError:
+            return False
+        if mine:
+            _clear(self.path, keep)
+        return mine
 
     def entry(self, name: str) -> FileEntry:
         """What is known of a file that was written."""
@@ -217,12 +231,16 @@ def check_free(out: Path, needed: int) -> None:
 
 @contextmanager
 def stage(
-    out: Path, overwrite: bool = False, keep: Callable[[Path], Collection[str]] | None = None
+    out: Path,
+    overwrite: bool = False,
+    keep: Callable[[Path], Collection[str]] | None = None,
+    shared: bool = False,
 ) -> Iterator[Staging]:
     """A directory in the making. If the block ends without ``commit``, nothing of it is left.
 
     ``keep`` names the files (relative to the directory) that a killed run left and this one goes on with; then nothing
-    is removed after a failure either.
+    is removed after a failure either. ``shared``: other processes work on other files of it at the same time; the one
+    that commits calls ``take_over`` first.
 
     Raises InputError if ``out`` exists (without ``overwrite``), if another process is at work on it, or if the disk
     is full.
@@ -232,9 +250,11 @@ def stage(
     check_out(out, overwrite)
     staging = Staging(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(staging.path, out)
+    lock = _lock(staging.path, out, shared)
+    staging.lock = lock
     try:
-        _clear(staging.path, keep(staging.path) if keep else ())
+        if not shared:
+            _clear(staging.path, keep(staging.path) if keep else ())
         yield staging
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -243,7 +263,7 @@ def stage(
             ) from error
         raise
     finally:
-        if not staging.committed and keep is None:
+        if not staging.committed and keep is None and not shared:
             shutil.rmtree(staging.path, ignore_errors=True)
         os.close(lock)
 
@@ -269,12 +289,12 @@ def verify(directory: Path) -> list[str]:
     return problems
 
 
-def _lock(path: Path, out: Path) -> int:
+def _lock(path: Path, out: Path, shared: bool) -> int:
     while True:
         path.mkdir(exist_ok=True)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
             raise InputError("another process is writing it", where=out, hint="wait for it, or end it") from None
