@@ -109,7 +109,7 @@ def run_kills(inputs: Path, folder: Path, tool: str, kills: int, seed: int) -> N
     assert [path.name for path in folder.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("tool", ["convert"])
+@pytest.mark.parametrize("tool", COMMANDS)
 def test_a_kill_leaves_all_or_nothing(inputs: Path, tmp_path: Path, tool: str) -> None:
     run_kills(inputs, tmp_path, tool, SAMPLED // len(COMMANDS), seed=len(tool))
 

@@ -119,7 +119,6 @@ def test_serve(chained: Path) -> None:
         assert server.wait(30) == 0
 
 
-@pytest.mark.slow
 def test_the_same_command_gives_the_same_id(chained: Path) -> None:
     from mst_core import manifest
 
@@ -132,7 +131,6 @@ def test_the_same_command_gives_the_same_id(chained: Path) -> None:
         assert manifest.read(chained / name).id == manifest.read(chained / f"{name}-again").id
 
 
-@pytest.mark.slow
 def test_another_base_is_refused_and_another_layout_is_not(chained: Path) -> None:
     """The adapter was trained on sft (Megatron): sft as Hugging Face is the same model, base is not."""
     from mst_core import manifest

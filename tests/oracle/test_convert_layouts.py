@@ -228,7 +228,7 @@ def test_what_megatron_saved_comes_back_bit_for_bit(
     (saved / "latest_checkpointed_iteration.txt").write_text("7\n")
     if form == "legacy-uneven":
         assert sorted({rank[f"{name} {layout}"]["layers"] for rank in ran["ranks"]}) == [1, 3]
-    back = convert(model=saved, to="hf", out=tmp_path / "back", hf_config=Path(case["hf"]))
+    back = convert(model=saved, to="hf", out=tmp_path / "back", hf_config=Path(case["hf"]), weights_only=True)
     _equal(Path(case["hf"]), back)
 
 
@@ -254,7 +254,9 @@ def test_the_removed_grouped_mlp_comes_back_bit_for_bit(ran: dict[str, Any], lay
         to.parent.mkdir(parents=True)
         torch.save(whole, to)
     (tmp_path / "grouped" / "latest_checkpointed_iteration.txt").write_text("7\n")
-    back = convert(model=tmp_path / "grouped", to="hf", out=tmp_path / "back", hf_config=Path(case["hf"]))
+    back = convert(
+        model=tmp_path / "grouped", to="hf", out=tmp_path / "back", hf_config=Path(case["hf"]), weights_only=True
+    )
     _equal(Path(case["hf"]), back)
 
 
@@ -272,7 +274,10 @@ def test_what_hybrid_model_saved_comes_back_bit_for_bit(ran: dict[str, Any], nam
     case = ran["hybrids"][name]
     saved = Path(case["save"]).parent
     (saved / "latest_checkpointed_iteration.txt").write_text("7\n")
-    _equal(Path(case["hf"]), convert(model=saved, to="hf", out=tmp_path / "back", hf_config=Path(case["hf"])))
+    _equal(
+        Path(case["hf"]),
+        convert(model=saved, to="hf", out=tmp_path / "back", hf_config=Path(case["hf"]), weights_only=True),
+    )
 
 
 def _equal(first: Path, second: Path) -> None:
