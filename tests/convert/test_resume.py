@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.convert.test_layouts import convert, make, same
 
-from mst_convert import copying
+from mst_convert import copying, reading
 from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
@@ -22,8 +22,8 @@ from mst_core.errors import InputError, SettingsError
 KILLS, SAMPLED = 200, 6
 CUT = """
 import os, signal, sys
-from mst_convert import copying
-copying.PIECE = 512
+from mst_convert import reading
+reading.PIECE = 512
 left, pwrite = int(sys.argv[1]), os.pwrite
 def counted(*words):
     global left
@@ -94,14 +94,14 @@ def test_what_was_written_is_not_read_from_the_source_again(
     killed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = 0
-    before = copying.Sources.read
+    before = reading.Sources.read
 
-    def counted(self: copying.Sources, array: Any, start: int, into: memoryview) -> None:
+    def counted(self: reading.Sources, array: Any, start: int, into: memoryview) -> None:
         nonlocal read
         read += len(into)
         before(self, array, start, into)
 
-    monkeypatch.setattr(copying.Sources, "read", counted)
+    monkeypatch.setattr(reading.Sources, "read", counted)
     convert(model=killed[1], to="megatron", out=tmp_path / "whole")
     whole, read = read, 0
     out = convert(model=killed[1], to="megatron", out=tmp_path / "out", resume=True)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from mst_convert.accounts import CASTS, uneven
-from mst_convert.copying import OutFile, Recipe
+from mst_convert.recipe import OutFile, Recipe
 from mst_convert.sources import Source, arrays_of, hf_blocks
 from mst_core import tensors, torch_dist_write
 from mst_core.archive import Segment

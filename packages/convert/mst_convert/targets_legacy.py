@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mst_convert.copying import OutFile, Recipe
+from mst_convert.recipe import OutFile, Recipe
 from mst_convert.sources import EMBEDDING, Source
 from mst_convert.spec import ConvertSpec
 from mst_convert.targets import Feed, Target, dtype_of

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from mst_convert import targets
-from mst_convert.copying import Copying, Sources, pieces
+from mst_convert.copying import Copying
+from mst_convert.reading import Sources, pieces
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
 from mst_convert.targets import Target

@@ -9,10 +9,12 @@ from typing import Any
 
 from blake3 import blake3
 
-from mst_convert import copying, verifying
+from mst_convert import copying, reading, verifying
 from mst_convert.accounts import CASTS
-from mst_convert.copying import Copying, Recipe, Sources
+from mst_convert.copying import Copying
 from mst_convert.plan import CARRIED, ConvertPlan
+from mst_convert.reading import Sources
+from mst_convert.recipe import Recipe
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
 from mst_convert.targets import Target
@@ -142,24 +144,24 @@ def _encoding(spec: ConvertSpec, source: Source, target: Target) -> dict[str, An
 
 def check_replicas(source: Source) -> None:
     """What is there twice must be there twice the same, or something would be lost. Compared piece by piece."""
-    reading = Sources()
-    step = copying.PIECE
+    sources = Sources()
+    step = reading.PIECE
     for copy, original in source.replicas:
         for start in range(0, copy.nbytes, step):
             size = min(step, copy.nbytes - start)
-            if _bytes(reading, copy, start, size) != _bytes(reading, original, start, size):
+            if _bytes(sources, copy, start, size) != _bytes(sources, original, start, size):
                 raise InputError(
                     f"{copy.name} differs from {original.name}, which it should be a copy of",
                     where=copy.place.file if copy.place else None,
                     hint="if a tied head was trained apart, set tie_word_embeddings to false in config.json; else one"
                     " of the two is damaged",
                 )
-    reading.close()
+    sources.close()
 
 
-def _bytes(reading: Sources, array: Array, start: int, size: int) -> bytearray:
+def _bytes(sources: Sources, array: Array, start: int, size: int) -> bytearray:
     data = bytearray(size)
-    reading.read(array, start, memoryview(data))
+    sources.read(array, start, memoryview(data))
     return data
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mst_convert import targets
-from mst_convert.copying import Sources, pieces
 from mst_convert.plan import layout_of, open_source
+from mst_convert.reading import Sources, pieces
 from mst_convert.sources import Source
 from mst_core import tensors
 from mst_core.errors import InputError
