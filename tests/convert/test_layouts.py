@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from mst_convert import plan as planning
@@ -16,7 +17,7 @@ from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
 from mst_core import checkpoint, manifest
 from mst_core.errors import InputError
-from mst_core.families import family_for
+from mst_core.families import family_for, pack, tasks
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -125,6 +126,43 @@ def test_legacy_and_back(tmp_path: Path, name: str) -> None:
         same(hf, convert(model=out, to="hf", out=tmp_path / f"{number}-back"))
     again = convert(model=out, to="megatron", out=tmp_path / "dist", form="per-layer")
     same(hf, convert(model=again, to="hf", out=tmp_path / "last"))
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"), [("llama", 0), ("llama, biases", 0), ("qwen3-moe", 0), ("mixtral", 1), ("deepseek-v3", 0)]
+)
+def test_what_megatron_fsdp_saves_is_read(tmp_path: Path, name: str, experts: int) -> None:
+    """fsdp_dtensor: state dict names under a prefix, gate and up apart (megatron-core's fsdp_dtensor_checkpoint.py)."""
+    hf = make(tmp_path / "hf", name)
+    weights = load_file(hf / "model.safetensors")
+    config = json.loads((hf / "config.json").read_text())
+    state: dict[str, torch.Tensor] = {"optimizer.state.module.x.exp_avg": torch.zeros(3)}
+    for task in tasks(family_for(config).model(config), 16):
+        native = pack(task, [weights[spec.name] for spec in task.hf])
+        for e, part in enumerate(native if task.experts else [native]):
+            key = "model.module." + task.native
+            if task.experts and experts:
+                key = key.replace(".experts.experts.", f".experts.local_experts.{e}.")
+            elif task.experts:
+                key = key.replace(".experts.experts.", ".experts.") + str(e)
+            if ".linear_fc1." in key and "layer_norm" not in key:
+                gate, up = part.chunk(2)
+                state |= {f"{key}_w": gate.clone(), f"{key}_v": up.clone()}
+            else:
+                state[key] = part.clone()
+    dcp.save(state, checkpoint_id=str(tmp_path / "m" / "iter_0000010"), no_dist=True)
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("10")
+    same(hf, convert(model=tmp_path / "m", to="hf", out=tmp_path / "back", hf_config=hf, weights_only=True))
+
+
+def test_zarr_is_refused_by_name(tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "llama")
+    saved = tmp_path / "m" / "iter_0000010"
+    saved.mkdir(parents=True)
+    (saved / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("10")
+    with pytest.raises(InputError, match="the backend is 'zarr'"):
+        convert(model=tmp_path / "m", to="hf", out=tmp_path / "back", hf_config=hf)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

@@ -7,7 +7,7 @@ is an error, and all such errors come at once. What is there and not converted i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from mst_core import hf_weights, manifest, megatron_names, tensors, torch_dist
 from mst_core.blocks import Array, Block, Coded, Place, Side, of_regions
 from mst_core.errors import InputError, MstError, many
 from mst_core.families import Family, Model, Region, Task, TensorSpec, family_for, tasks
+from mst_core.megatron_names import Part
 from mst_core.tensors import DTYPE_BYTES, TensorRef
 from mst_core.torch_dist import StoredTensor
 
@@ -270,16 +271,17 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
     naming = megatron_names.detect(model, work, stored)
     carried = {key: name for key in sorted(stored) if (name := _carried_back(model, key))}
     work += [carried_task(model, name, stored[key].shape) for key, name in carried.items()]
-    found: dict[str, tuple[StoredTensor, int | None]] = {}
+    found: dict[str, list[tuple[Part, StoredTensor]]] = {}
     faults: list[MstError] = []
     for task in work:
-        key, stacked = (task.native, False) if task.native in carried else naming.key(task)
-        if key not in stored:
-            faults.append(InputError(f"missing, expected {list(task.shape)}", where=key))
-            continue
-        found[task.native] = (stored[key], task.layer if stacked else None)
-        faults += _stored_faults(task, stored[key], stacked)
-    used = {tensor.key for tensor, _ in found.values()}
+        whole = Part(task.native, False, 0, task.rows)
+        for part in [whole] if task.native in carried else naming.parts(task):
+            if part.key not in stored:
+                faults.append(InputError(f"missing, expected {list(_shape(task, part))}", where=part.key))
+                continue
+            found.setdefault(task.native, []).append((part, stored[part.key]))
+            faults += _stored_faults(task, part, stored[part.key])
+    used = {tensor.key for parts in found.values() for _, tensor in parts}
     left = sorted(stored.keys() - used)
     state = [key for key in left if key.startswith(("optimizer.", "rng_state", "rerun_state", "chained_"))]
     unknown = set(left) - set(state)
@@ -288,9 +290,14 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
         raise many(faults, what=f"{source} does not hold a {model.family.architecture}:", hint=_hint(model))
 
     def blocks(task: Task) -> list[Block]:
-        return torch_dist.blocks(*_swap(found[task.native], task))
+        made = []
+        for part, tensor in found[task.native]:
+            alone = task if part.rows == task.rows else replace(task, experts=None)
+            placed = torch_dist.blocks(tensor, alone, task.layer if part.stacked else None)
+            made += [block._replace(row=block.row + part.row) for block in placed]
+        return made
 
-    rows = next(stored.shape[0] for native, (stored, _) in found.items() if native.endswith(EMBEDDING))
+    rows = next(parts[0][1].shape[0] for native, parts in found.items() if native.endswith(EMBEDDING))
     sentences = [f"{len(state)} tensors of training state"] if state else []
     if rows > model.dims.vocab:
         sentences.append(f"{rows - model.dims.vocab} rows of vocabulary padding")
@@ -303,7 +310,7 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
         parent=parent,
         tasks=work,
         blocks=blocks,
-        dtypes={native: (tensor.dtype,) for native, (tensor, _) in found.items()},
+        dtypes={native: tuple(sorted({t.dtype for _, t in parts})) for native, parts in found.items()},
         tensors=len(used),
         weight_files=lambda: _files(stored, source),
         left=sentences,
@@ -314,8 +321,9 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
     )
 
 
-def _swap(found: tuple[StoredTensor, int | None], task: Task) -> tuple[StoredTensor, Task, int | None]:
-    return found[0], task, found[1]
+def _shape(task: Task, part: Part) -> tuple[int, ...]:
+    """The shape of one part of a task, without a layer axis."""
+    return task.shape if part.rows == task.rows else (part.rows, *task.shape[1 + (task.experts is not None) :])
 
 
 def _shipped(model: Model, encoding: Mapping[str, Any]) -> tuple[str, ...]:
@@ -324,16 +332,15 @@ def _shipped(model: Model, encoding: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in model.duplicates() if name in shipped)
 
 
-def _stored_faults(task: Task, stored: StoredTensor, stacked: bool) -> list[MstError]:
-    shape = stored.shape[int(stacked) :]
-    rows = int(task.experts is not None)
+def _stored_faults(task: Task, part: Part, stored: StoredTensor) -> list[MstError]:
+    shape, wanted = stored.shape[int(part.stacked) :], _shape(task, part)
     vocabulary = task.hf[0].shape[0] == task.rows and task.native.endswith(
         ("word_embeddings.weight", "output_layer.weight")
     )
-    padded = vocabulary and shape[1:] == task.shape[1:] and shape[:1] >= task.shape[:1]
-    layers = stored.shape[0] if stacked and stored.shape else task.layers
-    if (shape != task.shape and not padded) or layers != task.layers or len(shape) <= rows:
-        expected = [task.layers, *task.shape] if stacked else [*task.shape]
+    padded = vocabulary and shape[1:] == wanted[1:] and shape[:1] >= wanted[:1]
+    layers = stored.shape[0] if part.stacked and stored.shape else task.layers
+    if (shape != wanted and not padded) or layers != task.layers:
+        expected = [task.layers, *wanted] if part.stacked else [*wanted]
         return [InputError(f"{list(stored.shape)}, expected {expected}", where=task.native)]
     if stored.dtype not in tensors.WEIGHT_DTYPES:
         return [InputError(f"has the dtype {stored.dtype}, which is no weight's", where=task.native)]

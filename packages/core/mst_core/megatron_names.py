@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mst_core.errors import InputError
 from mst_core.families import Model, Task
@@ -26,18 +26,44 @@ MLA_NORMS = {
 }
 
 
+class Part(NamedTuple):
+    """A stored tensor: its key, whether it has a leading layer axis, and the rows of the task's matrix it holds."""
+
+    key: str
+    stacked: bool
+    row: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Naming:
     """How the tensors of one torch_dist checkpoint are called.
 
     prefix   what other writers put before every model key ("model.")
     mla      the model has multi-latent attention, whose local spec has no key map for its norms
+    fsdp     Megatron-FSDP's fsdp_dtensor, which keeps state dict names, each expert and gate and up apart: experts
+             grouped or sequential
     """
 
     spec: Spec
     form: Form
     mla: bool
     prefix: str = ""
+    fsdp: Literal["grouped", "sequential"] | None = None
+
+    def parts(self, task: Task) -> list[Part]:
+        """The stored tensors of a task."""
+        if self.fsdp is None:
+            key, stacked = self.key(task)
+            return [Part(key, stacked, 0, task.rows)]
+        found, rows = [], task.rows // (task.experts or 1)
+        name = self.prefix + state_name(task.native, self.spec)
+        for expert in range(task.experts or 1):
+            key = name if task.experts is None else expert_name(name, expert, self.fsdp == "grouped")
+            gated = ".linear_fc1." in name and "layer_norm" not in name
+            halves = (("_w", 0), ("_v", rows // 2)) if gated else (("", 0),)
+            found += [Part(key + end, False, expert * rows + row, rows // len(halves)) for end, row in halves]
+        return found
 
     def key(self, task: Task) -> tuple[str, bool]:
         """The key of a task, and whether its tensor has a leading layer axis."""
@@ -82,7 +108,9 @@ def detect(model: Model, tasks: Iterable[Task], keys: Iterable[str]) -> Naming:
     specs: tuple[Spec, ...] = ("te", "local")
     candidates = [Naming(spec, form, mla, prefix) for prefix in prefixes for form in forms for spec in specs]
     candidates += [Naming("hybrid", "per-layer", mla, prefix) for prefix in prefixes]
-    return max(candidates, key=lambda naming: sum(naming.key(task)[0] in found for task in wanted))
+    writers: tuple[Literal["grouped", "sequential"], ...] = ("grouped", "sequential")
+    candidates += [Naming(s, "per-layer", mla, prefix, w) for prefix in prefixes for s in specs for w in writers]
+    return max(candidates, key=lambda naming: sum(naming.parts(task)[0].key in found for task in wanted))
 
 
 def naming(model: Model, spec: Spec, form: Form) -> Naming:

@@ -126,6 +126,8 @@ def checkpoint_dir(model_dir: Path) -> Path:
                 where=found,
                 hint=f"convert it: mst-convert --model {model_dir} --to megatron --out DIR",
             )
+        if (found / "metadata.json").is_file():
+            _check_backend(found)  # zarr keeps no .metadata
         raise InputError("holds no .metadata", where=found, hint="copy the whole checkpoint directory again")
     return found
 
@@ -140,10 +142,15 @@ def contents(directory: Path) -> Contents:
     root, directory = directory, checkpoint_dir(directory)
     path = directory / ".metadata"
     if (directory / "metadata.json").is_file():
-        backend = read_json(directory / "metadata.json").get("sharded_backend")
-        if backend != "torch_dist":
-            raise InputError(f"the backend is {backend!r}, only torch_dist can be read", where=directory)
+        _check_backend(directory)
     return _contents(directory, root, path.stat().st_mtime_ns)
+
+
+def _check_backend(directory: Path) -> None:
+    backend = read_json(directory / "metadata.json").get("sharded_backend")
+    if backend != "torch_dist":
+        hint = "load and save it with a megatron-core before 0.13, with torch_dist" if backend == "zarr" else None
+        raise InputError(f"the backend is {backend!r}, only torch_dist can be read", where=directory, hint=hint)
 
 
 @lru_cache(maxsize=4)
