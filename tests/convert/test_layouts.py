@@ -112,8 +112,8 @@ def test_hybrid_and_back(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_legacy_and_back(tmp_path: Path, name: str) -> None:
     hf = make(tmp_path / "hf", name)
-    cases = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1)]
-    cases += [(2, 1, 1, 2), (2, 2, 2, 2)] if name in MOE else []
+    cases = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1), (4, 1, 1, 1)]
+    cases += [(2, 1, 1, 2), (2, 2, 2, 2), (1, 1, 1, 4)] if name in MOE else []
     if name == "gpt-oss":  # Megatron cuts no biases of experts
         cases = [(1, pp, vp, ep) for _, pp, vp, ep in cases]
     for number, (tp, pp, vp, ep) in enumerate(cases):

@@ -325,7 +325,7 @@ def test_bad_bases(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--to", "megatron"], "--to"),
+        (["--to", "zarr"], "--to"),
         (["--max-shard-size", "0"], "max-shard-size"),
         (["--tokenizer", "both"], "--tokenizer"),
         (["--adaptor", "x"], "did you mean --adapter"),

@@ -68,6 +68,11 @@ BUILT: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
     "glm4-moe, plain": ("glm4_moe", {**ROUTED, "head_dim": 32}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}),
+    # Square matrices: a transposition too many would go unnoticed but for the logits (Megatron-Bridge PR #3743).
+    "gpt-oss, square": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 64},
+    ),
     "gpt-oss, plain rope": (
         "gpt_oss",
         {
