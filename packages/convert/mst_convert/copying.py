@@ -1,6 +1,6 @@
 """Files written from a recipe: literal bytes and arrays whose elements are moved from other files, by a few workers.
 
-One stream of jobs, in the order of the output, feeds all workers: each reads (and converts) up to 512 KB, writes it at
+One stream of jobs, in the order of the output, feeds all workers: each reads (and converts) up to 1 MB, writes it at
 its place, and waits for its file's turn to hash it, so that the digest and the zip crc are of the bytes in order,
 however many workers there are. MEGATRON.md, "How fast a conversion can be", says why pages are dropped early.
 
@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
+from zlib_ng import zlib_ng
 
 from mst_convert import reading
 from mst_convert.reading import Fill, Sources
@@ -229,7 +229,7 @@ class Copying:
                     out.crcs.clear()
             out.digest.update(view)
             if job.array:
-                out.crc = zlib.crc32(view, out.crc)
+                out.crc = zlib_ng.crc32(view, out.crc)
             end = job.offset + job.nbytes
             if job.ends is not None:
                 out.crcs.append(out.crc)
