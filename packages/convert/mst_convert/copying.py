@@ -26,6 +26,7 @@ from zlib_ng import zlib_ng
 from mst_convert import reading
 from mst_convert.reading import Fill, Sources
 from mst_convert.recipe import OutFile, Recipe
+from mst_core import archive
 from mst_core.archive import Late
 from mst_core.blocks import Array, Move
 from mst_core.errors import InputError
@@ -43,14 +44,14 @@ MARK = ""
 
 @dataclass
 class _Job:
-    """One piece of a file: ``fill`` makes its ``nbytes``, or ``late`` does when all before it is known."""
+    """One piece of a file: ``fill`` makes its ``nbytes``, or they are ``small``, made when all before is known."""
 
     file: _Out
     index: int
     offset: int
     nbytes: int
     fill: Fill | None = None
-    late: Late | None = None
+    small: Sequence[bytes | Late] = ()
     array: bool = False
     ends: str | None = None
     """The array that ends here."""
@@ -72,6 +73,15 @@ class _Out:
     crcs: list[int] = field(default_factory=list)
     dropped: int = 0
     change: threading.Condition = field(default_factory=threading.Condition)
+
+    def make(self, part: bytes | Late) -> bytes:
+        """What stands between two arrays, their crc included."""
+        if isinstance(part, bytes):
+            return part
+        made = part.make(self.crcs)
+        if part.closes:
+            self.crcs.clear()
+        return made
 
 
 class Copying:
@@ -159,24 +169,25 @@ class Copying:
 
     def _file_jobs(self, file: OutFile, out: _Out) -> Iterator[_Job]:
         position = index = 0
+        between: list[bytes | Late] = []
         for segment in file.segments():
-            if isinstance(segment, bytes):
-                yield _Job(out, index, position, len(segment), fill=_literal(segment))
-                index, position = index + 1, position + len(segment)
-            elif isinstance(segment, Late):
-                yield _Job(out, index, position, segment.nbytes, late=segment)
-                index, position = index + 1, position + segment.nbytes
-            else:
-                end = position + segment.nbytes
-                again = out.done is not None and end <= out.done[0]
-                if again:
-                    self._count(self._recipe.moves(segment))
-                for nbytes, fill in _replay(out, position, segment) if again else self._pieces(segment):
-                    last = position + nbytes == end
-                    name = segment.name if last else None
-                    yield _Job(out, index, position, nbytes, fill=fill, array=True, ends=name)
-                    index, position = index + 1, position + nbytes
-        yield _Job(out, index, position, 0, closes=True)
+            if not isinstance(segment, Array):
+                between.append(segment)
+                continue
+            if between:
+                size = sum(map(archive.size, between))
+                yield _Job(out, index, position, size, small=between)
+                index, position, between = index + 1, position + size, []
+            end = position + segment.nbytes
+            again = out.done is not None and end <= out.done[0]
+            if again:
+                self._count(self._recipe.moves(segment))
+            for nbytes, fill in _replay(out, position, segment) if again else self._pieces(segment):
+                last = position + nbytes == end
+                name = segment.name if last else None
+                yield _Job(out, index, position, nbytes, fill=fill, array=True, ends=name)
+                index, position = index + 1, position + nbytes
+        yield _Job(out, index, position, sum(map(archive.size, between)), small=between, closes=True)
 
     def _pieces(self, array: Array) -> Iterator[tuple[int, Fill]]:
         found = self._recipe.moves(array)
@@ -222,11 +233,9 @@ class Copying:
                 if self._failed:
                     return
                 out.change.wait()
-            if job.late is not None:
-                view[:] = job.late.make(out.crcs)
+            if job.fill is None:
+                view[:] = b"".join(out.make(part) for part in job.small)
                 self._put(job, view)
-                if job.late.closes:
-                    out.crcs.clear()
             out.digest.update(view)
             if job.array:
                 out.crc = zlib_ng.crc32(view, out.crc)
@@ -290,13 +299,6 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
         if isinstance(entry, dict) and {"file", "end", "blake3"} <= entry.keys():
             found[str(entry["file"])] = entry
     return found
-
-
-def _literal(data: bytes) -> Fill:
-    def fill(into: memoryview) -> None:
-        into[:] = data
-
-    return fill
 
 
 def _replay(out: _Out, position: int, array: Array) -> Iterator[tuple[int, Fill]]:
