@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mst_convert import plan as planning
 from mst_convert import work as working
@@ -596,7 +597,6 @@ def test_common_state_is_read_by_the_same_list(model: Model) -> None:
 
 def test_what_torch_saves_is_read(tmp_path: Path) -> None:
     """A state_dict is an OrderedDict with an attribute; tied tensors share a storage; parameters are wrapped."""
-    torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3, bias=False))
     module[1].weight = torch.nn.Parameter(module[0].weight.detach().t().contiguous())
     tied = {**module.state_dict(), "again": module[0].weight, "scalar": torch.tensor(3), "none": torch.zeros(0, 3)}

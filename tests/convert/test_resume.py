@@ -137,6 +137,23 @@ def test_a_torn_journal_line_is_left_out(tmp_path: Path) -> None:
     assert copying.read_journal(tmp_path / "j")["a"]["end"] == 3
 
 
+def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sizes and tensors are the same, so nothing else would tell that half of it is another model's."""
+    hf = make(tmp_path / "hf", "llama")
+    run = copying.Copying.run
+
+    def changed(self: copying.Copying) -> None:
+        run(self)
+        path = hf / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    monkeypatch.setattr(copying.Copying, "run", changed)
+    with pytest.raises(InputError, match="changed while it was converted"):
+        convert(model=hf, to="megatron", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_parts_join_in_the_last_one_to_end(tmp_path: Path) -> None:
     hf = make(tmp_path / "hf", "qwen3-moe")
     settings: dict[str, Any] = {"model": hf, "to": "megatron", "max_shard_size": 5000}

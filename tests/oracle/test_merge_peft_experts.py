@@ -7,16 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from mst_core.errors import InputError
 from tests.conftest import make_tokenizer
 from tests.oracle.test_merge_peft import adapt, by_peft, check_equal, load, logits, merge
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {

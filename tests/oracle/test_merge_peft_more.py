@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,9 +15,6 @@ from safetensors.torch import load_file, save_file
 from mst_core import manifest
 from mst_core.errors import InputError
 from tests.oracle.test_merge_peft import adapt, by_peft, load, logits, merge
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 TinyHF = Callable[..., Path]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

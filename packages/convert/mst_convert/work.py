@@ -56,6 +56,9 @@ def work(spec: ConvertSpec, plan: ConvertPlan) -> Result:
                 return Result(text=f"{spec.out}: part {spec.part} is done", data={"out": str(spec.out), "part": part})
             copy = Copying(target.recipe, staging, 1, lambda _: None, mark, journals, resume=True)
             copy.run()  # every file is there: it is entered and counted
+        if _mark(spec, source) != mark:
+            what = "changed while it was converted, so what was written may be of two models"
+            raise InputError(what, where=source.directory, hint="convert it again when nobody writes to it")
         return _finish(spec, plan, source, target, staging, copy)
 
 
