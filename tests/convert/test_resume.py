@@ -22,8 +22,8 @@ from mst_core.errors import InputError, SettingsError
 KILLS, SAMPLED = 200, 6
 CUT = """
 import os, signal, sys
-from mst_convert import reading
-reading.PIECE = 512
+from mst_convert import copying, reading
+reading.PIECE = copying.NOTED = int(sys.argv[2])
 left, pwrite = int(sys.argv[1]), os.pwrite
 def counted(*words):
     global left
@@ -33,15 +33,18 @@ def counted(*words):
     return pwrite(*words)
 os.pwrite = counted
 from mst_convert.cli import main
-sys.argv = ["mst-convert", *sys.argv[2:]]
+sys.argv = ["mst-convert", *sys.argv[3:]]
 main()
 """
 """mst-convert in small pieces, killed at one of its writes."""
 
 
-def cut(after: int, *words: object) -> int:
-    """The exit code of a conversion that is killed after so many writes (or ends before)."""
-    command = [sys.executable, "-c", CUT, str(after), *map(str, words)]
+def cut(after: int, *words: object, piece: int = 512) -> int:
+    """The exit code of a conversion that is killed after so many writes (or ends before).
+
+    Pieces of 512 bytes go through the page cache; of 4096, past it.
+    """
+    command = [sys.executable, "-c", CUT, str(after), str(piece), *map(str, words)]
     return subprocess.run(command, capture_output=True, timeout=120).returncode
 
 
@@ -57,7 +60,8 @@ def kill_and_resume(tmp_path: Path, seed: int) -> None:
     words = ["--model", model, "--to", to, "--out", out, "--workers", chosen.choice([1, 2, 3])]
     resume: list[str] = []
     for _ in range(chosen.choice([1, 1, 2, 3])):
-        if cut(chosen.randrange(200), *words, *resume) == 0:
+        piece = chosen.choice([512, 4096])
+        if cut(chosen.randrange(200 if piece == 512 else 25), *words, *resume, piece=piece) == 0:
             break
         assert not out.exists()
         with pytest.raises(InputError):
@@ -86,7 +90,7 @@ def killed(tmp_path: Path) -> list[Any]:
     """The words of a conversion that was killed half way."""
     hf = make(tmp_path / "hf", "llama")
     words = ["--model", hf, "--to", "megatron", "--out", tmp_path / "out"]
-    assert cut(60, *words) == -9
+    assert cut(60, *words, "--workers", 1) == -9  # two may be far apart
     return words
 
 

@@ -1,11 +1,11 @@
 """Files written from a recipe: literal bytes and arrays whose elements are moved from other files, by a few workers.
 
-One stream of jobs, in the order of the output, feeds all workers: each reads (and converts) up to 1 MB, writes it at
-its place, and waits for its file's turn to hash it, so that the digest and the zip crc are of the bytes in order,
-however many workers there are. MEGATRON.md, "How fast a conversion can be", says why pages are dropped early.
+One stream of pieces, stretches of 1 MB of the output in order, feeds all workers. Each fills its piece, waits for its
+file's turn to hash it, so that the digest and the zip crc are of the bytes in order however many workers there are, and
+writes it while the next one is hashed.
 
-``JOURNAL`` in the staging directory notes every finished array with the digest of its file up to there. A later run
-that resumes reads what is there instead of the source, and goes on where the digest still agrees.
+``JOURNAL`` in the staging directory notes, every 32 MB, up to where a file is written, and its digest up to there. A
+later run that resumes reads what is there instead of the source, and goes on where the digest still agrees.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 from zlib_ng import zlib_ng
 
-from mst_convert import reading
+from mst_convert import disk, reading
+from mst_convert.disk import DiskFile
 from mst_convert.reading import Fill, Sources
 from mst_convert.recipe import OutFile, Recipe
 from mst_core import archive
@@ -34,28 +35,37 @@ from mst_core.errors import InputError
 if TYPE_CHECKING:
     from mst_core.checkpoint import Staging
 
-DROP = 1 << 25
-"""Written pages are handed to the disk, and forgotten, this many bytes at a time."""
+NOTED = 1 << 25
+"""Bytes between two lines of the journal."""
 JOURNAL = "journal.jsonl"
 PART_JOURNAL = "journal-{}-of-{}.jsonl"
 MARK = ""
 """Stands in the journal where a file's name would: what is being written."""
 
 
+class _Part(NamedTuple):
+    """Bytes ``first`` to ``first + nbytes`` of a segment. ``ends``: its last ones."""
+
+    first: int
+    nbytes: int
+    segment: bytes | Late | Fill
+    ends: bool
+
+
 @dataclass
-class _Job:
-    """One piece of a file: ``fill`` makes its ``nbytes``, or they are ``small``, made when all before is known."""
+class _Piece:
+    """A stretch of a file, and what it is made of."""
 
     file: _Out
     index: int
     offset: int
-    nbytes: int
-    fill: Fill | None = None
-    small: Sequence[bytes | Late] = ()
-    array: bool = False
-    ends: str | None = None
-    """The array that ends here."""
+    parts: list[_Part] = field(default_factory=list)
+    nbytes: int = 0
     closes: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
 
 
 @dataclass
@@ -63,25 +73,54 @@ class _Out:
     """A file being written, hashed in order."""
 
     name: str
-    path: Path
+    disk: DiskFile
     done: tuple[int, str] | None = None
     """The end and digest up to which an earlier run wrote it."""
-    handle: int = -1
     turn: int = 0
     digest: Any = field(default_factory=blake3)
     crc: int = 0
     crcs: list[int] = field(default_factory=list)
-    dropped: int = 0
+    late: bytes = b""
+    noted: int = 0
+    written: int = 0
+    """How many pieces are written, without a gap."""
+    waiting: dict[int, tuple[_Piece, str]] = field(default_factory=dict)
+    """Pieces that are written before one in front of them, and the digest up to there, where it will be noted."""
     change: threading.Condition = field(default_factory=threading.Condition)
 
-    def make(self, part: bytes | Late) -> bytes:
-        """What stands between two arrays, their crc included."""
-        if isinstance(part, bytes):
-            return part
-        made = part.make(self.crcs)
-        if part.closes:
-            self.crcs.clear()
-        return made
+    def hash(self, piece: _Piece, view: memoryview) -> str:
+        """Make what depends on what is before it, and hash the piece. The digest, where it will be noted."""
+        at = 0
+        for part in piece.parts:
+            part_view = view[at : at + part.nbytes]
+            at += part.nbytes
+            if isinstance(part.segment, Late):
+                part_view[:] = self._made(part, part.segment)
+            elif not isinstance(part.segment, bytes):
+                self.crc = zlib_ng.crc32(part_view, self.crc)
+                if part.ends:
+                    self.crcs.append(self.crc)
+                    self.crc = 0
+        self.digest.update(view)
+        again = self.done is not None and piece.end == self.done[0]
+        if not again and not piece.closes and piece.end - self.noted < NOTED:
+            return ""
+        self.noted = piece.end
+        found = str(self.digest.hexdigest())
+        if self.done is not None and again and found != self.done[1]:
+            raise InputError(
+                "changed since the run that is resumed", where=self.disk.path, hint="start again without --resume"
+            )
+        return found
+
+    def _made(self, part: _Part, segment: Late) -> bytes:
+        self.late = self.late or segment.make(self.crcs)
+        found = self.late[part.first : part.first + part.nbytes]
+        if part.ends:
+            self.late = b""
+            if segment.closes:
+                self.crcs.clear()
+        return found
 
 
 class Copying:
@@ -131,7 +170,7 @@ class Copying:
         except BlockingIOError:
             raise InputError("another process is writing this part", where=staging.out) from None
         os.write(self._journal, _line(MARK, 0, mark))
-        self._jobs = self._all_jobs()
+        self._stream = self._all_pieces()
 
     def run(self) -> None:
         """Write every file. The first error of any worker is raised when all have stopped."""
@@ -140,14 +179,13 @@ class Copying:
         self._sources.close()
         os.close(self._journal)
         for out in self._files:
-            if out.handle >= 0:
-                os.close(out.handle)
+            out.disk.close(None)
         for worker in workers:
             worker.result()
 
-    # --- the stream of jobs ------------------------------------------------------------------------------------
+    # --- the stream of pieces ----------------------------------------------------------------------------------
 
-    def _all_jobs(self) -> Iterator[_Job]:
+    def _all_pieces(self) -> Iterator[_Piece]:
         for file in self._recipe.files:
             known = self._known.get(file.name, {})
             path = self._staging.path / file.name
@@ -161,38 +199,36 @@ class Copying:
                         self._advance(segment.nbytes)
                 continue
             done = (known["end"], known["blake3"]) if known else None
-            out = _Out(file.name, path, done)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            out.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if done else os.O_TRUNC), 0o666)
+            out = _Out(file.name, DiskFile(path, keep=done is not None), done)
             self._files.append(out)
-            yield from self._file_jobs(file, out)
+            yield from self._pieces(file, out)
 
-    def _file_jobs(self, file: OutFile, out: _Out) -> Iterator[_Job]:
-        position = index = 0
-        between: list[bytes | Late] = []
+    def _pieces(self, file: OutFile, out: _Out) -> Iterator[_Piece]:
+        piece = _Piece(out, 0, 0)
+        room = _room(out, 0)
         for segment in file.segments():
-            if not isinstance(segment, Array):
-                between.append(segment)
-                continue
-            if between:
-                size = sum(map(archive.size, between))
-                yield _Job(out, index, position, size, small=between)
-                index, position, between = index + 1, position + size, []
-            end = position + segment.nbytes
-            again = out.done is not None and end <= out.done[0]
-            if again:
-                self._count(self._recipe.moves(segment))
-            for nbytes, fill in _replay(out, position, segment) if again else self._pieces(segment):
-                last = position + nbytes == end
-                name = segment.name if last else None
-                yield _Job(out, index, position, nbytes, fill=fill, array=True, ends=name)
-                index, position = index + 1, position + nbytes
-        yield _Job(out, index, position, sum(map(archive.size, between)), small=between, closes=True)
+            content, nbytes = self._content(segment), archive.size(segment)
+            first = 0
+            while True:
+                took = min(room, nbytes - first)
+                piece.parts.append(_Part(first, took, content, first + took == nbytes))
+                piece.nbytes += took
+                first, room = first + took, room - took
+                if not room:
+                    yield piece
+                    piece = _Piece(out, piece.index + 1, piece.end)
+                    room = _room(out, piece.offset)
+                if first == nbytes:
+                    break
+        piece.closes = True
+        yield piece
 
-    def _pieces(self, array: Array) -> Iterator[tuple[int, Fill]]:
-        found = self._recipe.moves(array)
+    def _content(self, segment: archive.Segment) -> bytes | Late | Fill:
+        if not isinstance(segment, Array):
+            return segment
+        found = self._recipe.moves(segment)
         self._count(found)
-        return reading.pieces(array, found, self._sources)
+        return reading.filling(segment, found, self._sources)
 
     def _count(self, found: Iterable[Move]) -> None:
         for move in found:
@@ -202,21 +238,15 @@ class Copying:
     # --- the workers ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        buffer = bytearray(reading.PIECE)
+        room = memoryview(disk.buffer(reading.PIECE))
         finished = False
         try:
             while not self._failed:
                 with self._pull:
-                    job = next(self._jobs, None)
-                if job is None:
+                    piece = next(self._stream, None)
+                if piece is None:
                     break
-                if job.nbytes > len(buffer):
-                    buffer = bytearray(job.nbytes)
-                view = memoryview(buffer)[: job.nbytes]
-                if job.fill is not None:
-                    job.fill(view)
-                    self._put(job, view)
-                self._finish(job, view)
+                self._make(piece, room)
             finished = True
         finally:
             # One failure stops all: the others may be waiting for this worker's turn to pass.
@@ -225,61 +255,58 @@ class Copying:
                 with out.change:
                     out.change.notify_all()
 
-    def _finish(self, job: _Job, view: memoryview) -> None:
-        """In the file's order: hash, make what waited for the hashes, note finished arrays."""
-        out = job.file
+    def _make(self, piece: _Piece, room: memoryview) -> None:
+        """Fill, hash in the file's order, write, and note what is written without a gap."""
+        out, view = piece.file, room[: piece.nbytes]
+        again = out.done is not None and piece.end <= out.done[0]
+        if again:
+            if out.disk.read(piece.offset, view) != piece.nbytes:
+                raise InputError("is shorter than its journal says", where=out.disk.path)
+        else:
+            _fill(piece, view)
         with out.change:
-            while out.turn != job.index:
+            while out.turn != piece.index:
                 if self._failed:
                     return
                 out.change.wait()
-            if job.fill is None:
-                view[:] = b"".join(out.make(part) for part in job.small)
-                self._put(job, view)
-            out.digest.update(view)
-            if job.array:
-                out.crc = zlib_ng.crc32(view, out.crc)
-            end = job.offset + job.nbytes
-            if job.ends is not None:
-                out.crcs.append(out.crc)
-                out.crc = 0
-                self._note(out, end)
-            if end - out.dropped >= DROP or job.closes:
-                os.posix_fadvise(out.handle, out.dropped, end - out.dropped, os.POSIX_FADV_DONTNEED)
-                out.dropped = end
-            if job.closes:
-                self._close(out, end)
+            digest = out.hash(piece, view)
             out.turn += 1
             out.change.notify_all()
-        if job.array:
-            self._advance(job.nbytes)
+        if not again:
+            out.disk.write(piece.offset, view, room, piece.closes)
+        with out.change:
+            out.waiting[piece.index] = piece, digest
+            while out.written in out.waiting:
+                self._note(out, *out.waiting.pop(out.written))
+                out.written += 1
+        self._advance(sum(part.nbytes for part in piece.parts if callable(part.segment)))
 
-    def _put(self, job: _Job, view: memoryview) -> None:
-        if job.file.done is not None and job.offset + job.nbytes <= job.file.done[0]:
-            return
-        for start in range(0, len(view), reading.PIECE):
-            block, at = view[start : start + reading.PIECE], job.offset + start
-            while block:
-                count = os.pwrite(job.file.handle, block, at)
-                block, at = block[count:], at + count
+    def _note(self, out: _Out, piece: _Piece, digest: str) -> None:
+        if piece.closes:
+            out.disk.close(piece.end)
+            self._staging.enter(out.name, piece.end, digest)
+        else:
+            out.disk.written(piece.end)
+        if digest:
+            os.write(self._journal, _line(out.name, piece.end, digest, closed=piece.closes))
 
-    def _note(self, out: _Out, end: int) -> None:
-        if out.done is not None and end <= out.done[0]:
-            if end == out.done[0] and out.digest.hexdigest() != out.done[1]:
-                raise InputError(
-                    "changed since the run that is resumed", where=out.path, hint="start again without --resume"
-                )
-            return
-        os.write(self._journal, _line(out.name, end, out.digest.hexdigest()))
 
-    def _close(self, out: _Out, end: int) -> None:
-        os.ftruncate(out.handle, end)
-        os.fsync(out.handle)
-        os.close(out.handle)
-        out.handle = -1
-        digest = out.digest.hexdigest()
-        self._staging.enter(out.name, end, digest)
-        os.write(self._journal, _line(out.name, end, digest, closed=True))
+def _room(out: _Out, offset: int) -> int:
+    """Bytes of the piece that begins there: pieces end where the file of an earlier run does, too."""
+    if out.done is not None and offset < out.done[0]:
+        return min(reading.PIECE, out.done[0] - offset)
+    return reading.PIECE - offset % reading.PIECE
+
+
+def _fill(piece: _Piece, view: memoryview) -> None:
+    """All but what depends on the bytes before it."""
+    at = 0
+    for first, nbytes, segment, _ in piece.parts:
+        if isinstance(segment, bytes):
+            view[at : at + nbytes] = segment[first : first + nbytes]
+        elif not isinstance(segment, Late):
+            segment(first, view[at : at + nbytes])
+        at += nbytes
 
 
 def _line(name: str, end: int, digest: str, *, closed: bool = False) -> bytes:
@@ -299,15 +326,3 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
         if isinstance(entry, dict) and {"file", "end", "blake3"} <= entry.keys():
             found[str(entry["file"])] = entry
     return found
-
-
-def _replay(out: _Out, position: int, array: Array) -> Iterator[tuple[int, Fill]]:
-    """An array that an earlier run wrote: its bytes are read back."""
-    for start in range(0, array.nbytes, reading.PIECE):
-        nbytes = min(reading.PIECE, array.nbytes - start)
-
-        def fill(into: memoryview, at: int = position + start) -> None:
-            if os.preadv(out.handle, [into], at) != len(into):
-                raise InputError("is shorter than its journal says", where=out.path)
-
-        yield nbytes, fill

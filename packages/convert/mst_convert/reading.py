@@ -1,7 +1,7 @@
 """The bytes of one array, piece by piece, from wherever its elements lie.
 
-Where no dtype changes and rows stay whole, a piece is a list of byte ranges; rows cut by tensor parallelism are copied
-in bands; only transposed or interleaved arrays are assembled whole.
+Where no dtype changes and rows stay whole, a stretch is a list of byte ranges; rows cut by tensor parallelism are
+copied in bands; only transposed or interleaved arrays are assembled whole.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from mst_core.tensors import DTYPE_BYTES
 PIECE = 1 << 20
 """Bytes that a worker reads, writes and hashes in one go. 512 KB took a tenth longer, 4 MB up to three times."""
 
-Fill = Callable[[memoryview], None]
-"""Makes the bytes of a piece."""
+Fill = Callable[[int, memoryview], None]
+"""Makes the bytes of an array from a given one on."""
 
 
 class Sources:
@@ -76,87 +78,123 @@ class Sources:
         self._handles.clear()
 
 
-def pieces(array: Array, found: Sequence[Move], sources: Sources) -> Iterator[tuple[int, Fill]]:
-    """The jobs of one array: how many bytes each makes, and how."""
+def filling(array: Array, found: Sequence[Move], sources: Sources) -> Fill:
+    """What makes the bytes of an array, a stretch at a time, in any order and by any thread."""
     if array.transposed or any(m.source.transposed or m.to_step > 1 or m.from_step > 1 for m in found):
-        if array.nbytes:
-            yield array.nbytes, lambda into: _assemble(array, found, 0, array.rows, sources, into)
-        return
+        return _Whole(array, found, sources).fill
     if all(m.columns == array.columns == m.source.columns for m in found):
-        yield from _ranges(array, found, sources)
-        return
-    row_bytes = array.columns * DTYPE_BYTES[array.dtype]
-    step = max(1, PIECE // row_bytes)
-    for row in range(0, array.rows, step):
-        rows = min(step, array.rows - row)
-
-        def band(into: memoryview, row: int = row, rows: int = rows) -> None:
-            _assemble(array, found, row, rows, sources, into)
-
-        yield rows * row_bytes, band
+        return _ranges(array, found, sources)
+    return partial(_bands, array, found, sources)
 
 
-def _ranges(array: Array, found: Sequence[Move], sources: Sources) -> Iterator[tuple[int, Fill]]:
-    """Whole rows: a piece is some byte ranges of the sources, zeros between them."""
+def stretches(array: Array, found: Sequence[Move], sources: Sources) -> Iterator[bytearray]:
+    """All bytes of an array in order, at most PIECE at a time."""
+    fill = filling(array, found, sources)
+    for start in range(0, array.nbytes, PIECE):
+        made = bytearray(min(PIECE, array.nbytes - start))
+        fill(start, memoryview(made))
+        yield made
+
+
+def _ranges(array: Array, found: Sequence[Move], sources: Sources) -> Fill:
+    """Whole rows: a stretch is some byte ranges of the sources, zeros between them."""
     item = DTYPE_BYTES[array.dtype]
     width = array.columns * item
-    spans = [(move.to_row * width, move.rows * width, move) for move in found]
-    first = 0
-    for start in range(0, array.nbytes, PIECE):
-        end = min(start + PIECE, array.nbytes)
-        parts = []
-        while first < len(spans) and spans[first][0] + spans[first][1] <= start:
-            first += 1
-        for at, nbytes, move in spans[first:]:
-            if at >= end:
+    starts = [move.to_row * width for move in found]
+
+    def fill(start: int, into: memoryview) -> None:
+        at, end = start, start + len(into)
+        for number in range(max(0, bisect_right(starts, start) - 1), len(found)):
+            move, first = found[number], starts[number]
+            low, high = max(first, start), min(first + move.rows * width, end)
+            if first >= end:
                 break
-            low, high = max(at, start), min(at + nbytes, end)
-            parts.append((low - start, high - start, move, (move.from_row * width + low - at) // item))
+            if low >= high:
+                continue
+            into[at - start : low - start] = bytes(low - at)
+            _read(
+                move.source, move.from_row * width + low - first, array.dtype, into[low - start : high - start], sources
+            )
+            at = high
+        into[at - start :] = bytes(end - at)
 
-        def fill(
-            into: memoryview, parts: Sequence[tuple[int, int, Move, int]] = parts, whole: int = end - start
-        ) -> None:
-            if sum(high - low for low, high, _, _ in parts) != whole:
-                into[:] = bytes(whole)
-            for low, high, move, element in parts:
-                _read(move.source, element, array.dtype, into[low:high], sources)
-
-        yield end - start, fill
+    return fill
 
 
-def _read(source: Array, element: int, dtype: str, into: memoryview, sources: Sources) -> None:
-    """Elements of ``source`` from number ``element`` on, as ``dtype``."""
-    item = DTYPE_BYTES[source.dtype]
+def _bands(array: Array, found: Sequence[Move], sources: Sources, start: int, into: memoryview) -> None:
+    """Rows that are made of parts: those that the stretch touches, assembled beside it where it begins or ends inside
+    one."""
+    width = array.columns * DTYPE_BYTES[array.dtype]
+    first, last = start // width, -(-(start + len(into)) // width)
+    whole = (last - first) * width == len(into)
+    rows = into if whole else memoryview(bytearray((last - first) * width))
+    _assemble(array, found, first, last - first, sources, rows)
+    if not whole:
+        into[:] = rows[start - first * width :][: len(into)]
+
+
+class _Whole:
+    """An array that is transposed or interleaved: made at once, and kept until its last byte was asked for."""
+
+    def __init__(self, array: Array, found: Sequence[Move], sources: Sources) -> None:
+        self._recipe = (array, found, sources)
+        self._left = array.nbytes
+        self._made = bytearray()
+        self._lock = threading.Lock()
+
+    def fill(self, start: int, into: memoryview) -> None:
+        array, found, sources = self._recipe
+        with self._lock:
+            if not self._made:
+                self._made = bytearray(array.nbytes)
+                _assemble(array, found, 0, array.rows, sources, memoryview(self._made))
+            into[:] = memoryview(self._made)[start : start + len(into)]
+            self._left -= len(into)
+            if not self._left:
+                self._made = bytearray()
+
+
+def _read(source: Array, start: int, dtype: str, into: memoryview, sources: Sources) -> None:
+    """Fill ``into`` with the elements of ``source`` as ``dtype``, from byte ``start`` of that on."""
     if source.dtype == dtype:
-        sources.read(source, element * item, into)
+        sources.read(source, start, into)
         return
-    raw = bytearray(len(into) // DTYPE_BYTES[dtype] * item)
-    sources.read(source, element * item, memoryview(raw))
-    into[:] = cast(raw, source.dtype, dtype)
+    item, size = DTYPE_BYTES[source.dtype], DTYPE_BYTES[dtype]
+    if start % size or len(into) % size:  # a stretch that begins or ends inside an element
+        first, last = start // size, -(-(start + len(into)) // size)
+        whole = memoryview(bytearray((last - first) * size))
+        _read(source, first * size, dtype, whole, sources)
+        into[:] = whole[start - first * size :][: len(into)]
+        return
+    raw = bytearray(len(into) // size * item)
+    sources.read(source, start // size * item, memoryview(raw))
+    cast(raw, source.dtype, dtype, into)
 
 
-def cast(raw: bytearray | memoryview, source: str, target: str) -> memoryview:
+def cast(raw: bytearray | memoryview, source: str, target: str, into: memoryview) -> None:
     """The elements of ``raw`` in another of the weights' dtypes, rounded to nearest even as torch rounds them.
 
     By numpy: importing torch takes longer than casting a gigabyte. A NaN stays one; of BF16 it is torch's 0x7FC0.
     """
     import numpy as np
 
+    if (source, target) == ("BF16", "F32"):
+        halves = np.frombuffer(into, np.uint16)  # little endian: the upper half is the bf16, the lower one is zero
+        halves[0::2], halves[1::2] = 0, np.frombuffer(raw, np.uint16)
+        return
     if source == "BF16":
         single = (np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
         single = np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[source]).astype(np.float32, copy=False)
-    if target == "F32":
-        made: Any = single
-    elif target == "F16":
+    if target != "BF16":
         with np.errstate(over="ignore"):
-            made = single.astype(np.float16)
-    else:
-        bits = single.view(np.uint32)
-        lowest = (bits >> np.uint32(16)) & np.uint32(1)
-        made = ((bits + (lowest + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
-        made[np.isnan(single)] = 0x7FC0
-    return memoryview(made.view(np.uint8))
+            np.frombuffer(into, {"F16": np.float16, "F32": np.float32}[target])[:] = single
+        return
+    bits = single.view(np.uint32)
+    lowest = (bits >> np.uint32(16)) & np.uint32(1)
+    made = np.frombuffer(into, np.uint16)
+    made[:] = (bits + (lowest + np.uint32(0x7FFF))) >> np.uint32(16)
+    made[np.isnan(single)] = 0x7FC0
 
 
 def _assemble(array: Array, found: Sequence[Move], first: int, rows: int, sources: Sources, into: memoryview) -> None:
@@ -199,6 +237,7 @@ def _block(move: Move, skip: int, rows: int, dtype: str, sources: Sources) -> An
         matrix = np.frombuffer(raw, f"u{item}").reshape(span, source.columns)[:: move.from_step, columns]
     if source.dtype != dtype:
         flat = np.ascontiguousarray(matrix)
-        made = cast(memoryview(flat.reshape(-1).view(np.uint8)), source.dtype, dtype)
+        made = bytearray(flat.size * DTYPE_BYTES[dtype])
+        cast(memoryview(flat.reshape(-1).view(np.uint8)), source.dtype, dtype, memoryview(made))
         return np.frombuffer(made, f"u{DTYPE_BYTES[dtype]}").reshape(matrix.shape)
     return matrix

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mst_convert import targets
 from mst_convert.plan import layout_of, open_source
-from mst_convert.reading import Sources, pieces
+from mst_convert.reading import Sources, stretches
 from mst_convert.sources import Source
 from mst_core import tensors
 from mst_core.errors import InputError
@@ -50,9 +50,9 @@ def stream(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
         data = bytearray(sum(array.nbytes for array in target.arrays[name]))
         view, position = memoryview(data), 0
         for array in target.arrays[name]:
-            for nbytes, fill in pieces(array, target.recipe.moves(array), reading):
-                fill(view[position : position + nbytes])
-                position += nbytes
+            for made in stretches(array, target.recipe.moves(array), reading):
+                view[position : position + len(made)] = made
+                position += len(made)
         empty = torch.empty(0, dtype=tensors.torch_dtype(dtype))
         yield name, (torch.frombuffer(data, dtype=empty.dtype) if data else empty).reshape(shape)
         del data, view  # or they would live on while the next one is read
