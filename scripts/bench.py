@@ -134,7 +134,9 @@ def settle(source: Path, cold: bool) -> None:
 
 def run(words: list[str]) -> int:
     """Run a command to its end; its peak of anonymous memory in bytes."""
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # As installed: with compiled modules, which the first run writes.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
     peak, over = 0, threading.Event()
 
     def watch() -> None:

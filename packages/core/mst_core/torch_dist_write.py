@@ -66,6 +66,7 @@ class Layout:
         self, chunks: Sequence[tuple[Written, Array]], objects: Iterable[tuple[str, Any]], max_file_bytes: int
     ) -> None:
         parts: list[list[list[tuple[str, bytes | Array]]]] = [[]]
+        lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._places: list[Place] = []
         self._chunks = [chunk for chunk, _ in chunks]
         self._objects: list[str] = []
@@ -75,7 +76,8 @@ class Layout:
                 parts.append([])
                 position = 0
             entries = archive.tensor_entries(torch_pickle.pickled_tensor(chunk.dtype, chunk.sizes), [array])
-            length = archive.length(entries)
+            alike = chunk.dtype, chunk.sizes
+            length = lengths[alike] = lengths.get(alike) or archive.length(entries)
             self._places.append((chunk.key, chunk.offsets, data_name(len(parts) - 1), position, length))
             parts[-1].append(entries)
             position += length

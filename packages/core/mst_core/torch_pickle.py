@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -261,66 +262,99 @@ def dumps(value: Any) -> bytes:
 
 
 def _emit(out: bytearray, value: Any) -> None:
-    if value is None:
-        out += b"N"
-    elif isinstance(value, bool):
-        out += b"\x88" if value else b"\x89"
-    elif isinstance(value, int):
-        _emit_int(out, value)
-    elif isinstance(value, float):
-        out += b"G" + struct.pack(">d", value)
-    elif isinstance(value, str):
-        text = value.encode()
-        out += b"X" + struct.pack("<I", len(text)) + text
-    elif isinstance(value, (tuple, list)):
-        _emit_items(out, value)
-    elif isinstance(value, (Mapping, Pairs)):
-        out += b"}("
-        for key, item in value.items() if isinstance(value, Mapping) else value.items:
-            _emit(out, key)
-            _emit(out, item)
-        out += b"u"
-    else:
-        _emit_object(out, value)
+    emit = EMITTERS.get(type(value))
+    if emit is None:
+        emit = next((emit for kind, emit in EMITTERS.items() if isinstance(value, kind)), None)
+    if emit is None:
+        raise TypeError(f"no way to pickle a {type(value).__name__}")
+    emit(out, value)
+
+
+def _emit_none(out: bytearray, _: None) -> None:
+    out += b"N"
+
+
+def _emit_bool(out: bytearray, value: bool) -> None:
+    out += b"\x88" if value else b"\x89"
 
 
 def _emit_int(out: bytearray, value: int) -> None:
     if -(2**31) <= value < 2**31:
-        out += b"J" + struct.pack("<i", value)
+        out += b"J" + value.to_bytes(4, "little", signed=True)
     else:
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         out += b"\x8a" + bytes([len(data)]) + data
 
 
-def _emit_items(out: bytearray, value: tuple[Any, ...] | list[Any]) -> None:
-    out += b"(" if isinstance(value, tuple) else b"]("
+def _emit_float(out: bytearray, value: float) -> None:
+    out += b"G" + struct.pack(">d", value)
+
+
+@lru_cache(maxsize=1024)
+def _text(value: str) -> bytes:
+    text = value.encode()
+    return b"X" + struct.pack("<I", len(text)) + text
+
+
+def _emit_text(out: bytearray, value: str) -> None:
+    out += _text(value)
+
+
+def _emit_tuple(out: bytearray, value: tuple[Any, ...]) -> None:
+    out += b"("
     for item in value:
         _emit(out, item)
-    out += b"t" if isinstance(value, tuple) else b"e"
+    out += b"t"
 
 
-def _emit_global(out: bytearray, name: str) -> None:
+def _emit_list(out: bytearray, value: list[Any]) -> None:
+    out += b"]("
+    for item in value:
+        _emit(out, item)
+    out += b"e"
+
+
+def _emit_items(out: bytearray, value: Mapping[Any, Any] | Pairs) -> None:
+    out += b"}("
+    for key, item in value.items if isinstance(value, Pairs) else value.items():
+        _emit(out, key)
+        _emit(out, item)
+    out += b"u"
+
+
+@lru_cache(maxsize=1024)
+def _global(name: str) -> bytes:
     module, attribute = name.rsplit(".", 1)
-    out += b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
+    return b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
 
 
-def _emit_object(out: bytearray, value: Any) -> None:
-    if isinstance(value, Global):
-        _emit_global(out, value.name)
-    elif isinstance(value, Call):
-        _emit_global(out, value.function)
-        _emit(out, value.args)
-        out += b"R"
-    elif isinstance(value, Instance):
-        _emit_global(out, value.cls)
-        out += b")\x81"
-        _emit(out, value.state)
-        out += b"b"
-    elif isinstance(value, Persistent):
-        _emit(out, value.pid)
-        out += b"Q"
-    else:
-        raise TypeError(f"no way to pickle a {type(value).__name__}")
+def _emit_global(out: bytearray, value: Global) -> None:
+    out += _global(value.name)
+
+
+def _emit_call(out: bytearray, value: Call) -> None:
+    out += _global(value.function)
+    _emit(out, value.args)
+    out += b"R"
+
+
+def _emit_instance(out: bytearray, value: Instance) -> None:
+    out += _global(value.cls) + b")\x81"
+    _emit(out, value.state)
+    out += b"b"
+
+
+def _emit_persistent(out: bytearray, value: Persistent) -> None:
+    _emit(out, value.pid)
+    out += b"Q"
+
+
+EMITTERS: dict[type, Callable[[bytearray, Any], None]] = {
+    type(None): _emit_none, bool: _emit_bool, int: _emit_int, float: _emit_float, str: _emit_text, tuple: _emit_tuple,
+    list: _emit_list, Global: _emit_global, Call: _emit_call, Instance: _emit_instance, Persistent: _emit_persistent,
+    Pairs: _emit_items, Mapping: _emit_items,
+}  # fmt: skip
+"""How each type is written; bool before int, for one is the other."""
 
 
 def tensor_value(dtype: str, shape: Sequence[int], storage_key: str = "0") -> Call:
@@ -334,7 +368,8 @@ def tensor_value(dtype: str, shape: Sequence[int], storage_key: str = "0") -> Ca
     return Call("torch._utils._rebuild_tensor_v2", args)
 
 
-def pickled_tensor(dtype: str, shape: Sequence[int]) -> bytes:
+@lru_cache(maxsize=1024)
+def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     """The data.pkl of one dense tensor."""
     return dumps(tensor_value(dtype, shape))
 

@@ -154,6 +154,8 @@ class Model:
     dtype: str
     """What config.json says ("bfloat16"); the tensors' own headers have the last word."""
     layer_facts: tuple[frozenset[str], ...] = ()
+    known: dict[int, list[Task]] = field(default_factory=dict, compare=False, repr=False)
+    """What ``tasks`` found, by the multiple that pads the vocabulary."""
 
     @property
     def tied(self) -> bool:
@@ -289,6 +291,12 @@ def padded_vocab(vocab: int, divisor: int) -> int:
 
 def tasks(model: Model, vocab_padding: int = 1) -> list[Task]:
     """Every native tensor of ``model``, layer by layer; the vocabulary padded to a multiple of ``vocab_padding``."""
+    if vocab_padding not in model.known:
+        model.known[vocab_padding] = _tasks(model, vocab_padding)
+    return list(model.known[vocab_padding])
+
+
+def _tasks(model: Model, vocab_padding: int) -> list[Task]:
     rules = model.family.rules
     found = [
         _task(model.dims, rule, {}, vocab_padding)
