@@ -76,6 +76,8 @@ class Staging:
         self.out = out
         self.path = partial(out)
         self.committed = False
+        self.kept = False
+        """Whether to leave it where it is, after a failure, for a run that goes on."""
         self.lock = -1
         """The locked directory's descriptor."""
         self._overwrite = overwrite
@@ -249,6 +251,7 @@ def stage(
     _repair(out)
     check_out(out, overwrite)
     staging = Staging(out, overwrite)
+    staging.kept = keep is not None
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock(staging.path, out, shared)
     staging.lock = lock
@@ -258,12 +261,10 @@ def stage(
         yield staging
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise InputError(
-                "the disk is full; nothing was left behind", where=out, hint="free some space or choose another --out"
-            ) from error
+            raise InputError("the disk is full", where=out, hint="free some space or choose another --out") from error
         raise
     finally:
-        if not staging.committed and keep is None and not shared:
+        if not staging.committed and not staging.kept and not shared:
             shutil.rmtree(staging.path, ignore_errors=True)
         os.close(lock)
 

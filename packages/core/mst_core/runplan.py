@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mst_core import checkpoint, families, hub, manifest, tensors, torch_dist
+from mst_core import checkpoint, families, hub, manifest, resume, tensors, torch_dist
 from mst_core.data import render, rows
 from mst_core.errors import InputError, SettingsError
 from mst_core.parallel.layout import check_layout
@@ -45,7 +45,7 @@ class RunPlan(Plan):
 
 def plan_run(spec: RunSpec, title: str) -> RunPlan:
     """Raises SettingsError or InputError for everything that need not wait for the run."""
-    checkpoint.check_out(spec.out, spec.overwrite)
+    _check_out(spec)
     model_dir = hub.resolve(spec.model)
     if spec.out.absolute() == model_dir.absolute():
         raise InputError("--out is the model itself", where=spec.out, hint="choose another --out")
@@ -97,6 +97,15 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",
         out=str(spec.out),
     )
+
+
+def _check_out(spec: RunSpec) -> None:
+    extends = spec.resume and (spec.out / resume.RUN).is_file()
+    checkpoint.check_out(spec.out, spec.overwrite or extends)
+    step = resume.stopped_at(spec.out)
+    if step is not None and not spec.resume and not spec.overwrite:
+        what = f"a run to it was stopped, and step {step} is saved"
+        raise InputError(what, where=spec.out, hint="--resume goes on, --overwrite starts again")
 
 
 def layout_of(model_dir: Path) -> str:

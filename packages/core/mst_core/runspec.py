@@ -92,6 +92,17 @@ class RunSpec(Spec):
     lora_alpha: float | None = Field(None, gt=0, description="LoRA scale is alpha / rank (default: 2 x rank)")
     lora_targets: tuple[str, ...] = Field(("all-linear",), description="module names, or all-linear")
 
+    save_every: int | None = Field(
+        None,
+        ge=1,
+        description="steps between two checkpoints in OUT.partial (default: one when SIGTERM stops the run)",
+        validation_alias=AliasChoices("save_every", "save_interval"),
+    )
+    keep: int = Field(2, ge=1, description="how many checkpoints stay in OUT.partial, the newest ones")
+    keep_state: bool = Field(False, description="keep optimizer state in OUT: --resume --steps MORE can extend the run")
+    resume: bool = Field(
+        False, description="go on from the newest whole checkpoint in OUT.partial, or extend an OUT with its state"
+    )
     log_every: int = Field(1, ge=1, description="steps between two lines of metrics.jsonl")
     eval_every: int | None = Field(
         None, ge=1, description="steps between two passes over --eval-data (default: at the end)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -104,13 +105,24 @@ def _elastic(function: str, ranks: int, arguments: tuple[Any, ...]) -> Any:
             max_restarts=0,
             monitor_interval=0.2,
             start_method="spawn",
+            # SIGTERM is handed on to the ranks, which may take long to save; torch would kill them after 30 s.
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         )
+        before = signal.signal(signal.SIGTERM, _hand_on)
         try:
             return elastic_launch(config, _rank)(folder, os.getpid(), function, arguments)[0]
         except SignalException as ended:
             raise Stopped(f"stopped by {signal.Signals(ended.sigval).name}; nothing was written") from None
         except ChildFailedError as failed:
             raise _reason(Path(folder), failed) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _hand_on(number: int, frame: Any) -> None:
+    for child in multiprocessing.active_children():
+        if child.pid is not None:
+            os.kill(child.pid, number)
 
 
 def _rank(folder: str, parent: int, function: str, arguments: tuple[Any, ...]) -> Any:

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -20,23 +19,14 @@ from mst_core.data.render import Sample
 from mst_core.engine import schedule
 from mst_core.engine.batches import collate
 from mst_core.engine.metrics import Metrics
+from mst_core.engine.saves import Saves
 from mst_core.engine.seam import Batch, Engine, Objective
 from mst_core.errors import Stopped
+from mst_core.resume import Fit
 from mst_core.runspec import RunSpec
 
 Unit = tuple[Sample, ...]
 """What is never split over micro-batches or ranks: one sample, or a chosen and a rejected one."""
-
-
-@dataclass
-class Fit:
-    """What a run did: steps, tokens learnt, first and last loss, the last evaluation."""
-
-    steps: int
-    tokens: int = 0
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, float] = field(default_factory=dict)
 
 
 def fit(
@@ -46,10 +36,13 @@ def fit(
     spec: RunSpec,
     staging: Staging | None,
     eval_units: Sequence[Unit] = (),
+    saves: Saves | None = None,
 ) -> Fit:
     """Train ``engine`` on ``units``. Every rank calls it with the same arguments (``staging`` on rank 0 only).
 
-    Raises RunError (NaN), Stopped (SIGTERM).
+    saves   where the run's checkpoints go, and which one it goes on from
+
+    Raises RunError (NaN), Stopped (SIGTERM, after saving where there are ``saves``).
     """
     steps = spec.total_steps(len(units))
     done = Fit(steps)
@@ -57,16 +50,17 @@ def fit(
     mine = _mine(batches, engine, spec)
     references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
+    start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
-    with Metrics(staging) as metrics, _stop_on_sigterm() as stopping, _progress(engine, steps) as bar:
-        for step, chosen in enumerate(batches):
+    with Metrics(staging, start) as metrics, _stop_on_sigterm() as asked, _progress(engine, steps, done=start) as bar:
+        for step, chosen in islice(enumerate(batches), start, None):
             rate = schedule.lr(
                 step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
             )
             micro = micro_batches([units[i] for i in chosen], engine, spec, _pick(references, chosen))
-            start = time.monotonic()
+            begun = time.monotonic()
             values = engine.step(micro, objective, rate)
-            seconds = time.monotonic() - start
+            seconds = time.monotonic() - begun
             tokens = sum(len(sample.tokens) for i in chosen for sample in units[i])
             done.tokens += tokens
             values |= {"lr": rate, "tokens_per_s": tokens / seconds}
@@ -80,8 +74,13 @@ def fit(
                 metrics.log(step + 1, values)
             bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")
             bar.advance()
-            if stopping:
-                raise Stopped(f"stopped by SIGTERM after step {step + 1} of {steps}; nothing was written")
+            stop = engine.agree(len(asked)) and not last
+            if saves and (stop or saves.due(step + 1, last)):
+                saves.save(step + 1, done)
+                metrics.draw()
+            if stop:
+                then = f"{saves.out}.partial has it, --resume goes on" if saves else "nothing was written"
+                raise Stopped(f"stopped by SIGTERM after step {step + 1} of {steps}; {then}")
     return done
 
 
@@ -174,11 +173,15 @@ def _slice(references: list[Tensor] | None, start: int, size: int) -> list[Tenso
 
 
 @contextmanager
-def _progress(engine: Engine, total: int, title: str = "training", unit: str = "step") -> Iterator[console.Bar]:
+def _progress(
+    engine: Engine, total: int, title: str = "training", unit: str = "step", done: int = 0
+) -> Iterator[console.Bar]:
     if engine.rank:
         yield _Silent()
     else:
         with console.progress(title, total, unit) as bar:
+            if done:
+                bar.advance(done)
             yield bar
 
 

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from mst_core.checkpoint import Staging
 
+PLOT = "loss.png"
+
 
 class Metrics:
     """A context on rank 0: written as the run goes, drawn and attached when it ends well.
@@ -16,15 +18,20 @@ class Metrics:
     With ``staging=None`` (the other ranks) nothing is written.
     """
 
-    def __init__(self, staging: Staging | None) -> None:
+    def __init__(self, staging: Staging | None, start: int = 0) -> None:
+        """``start``: the step that a resumed run goes on from; what was written of later ones is dropped."""
         self._staging = staging
         self._rows: list[dict[str, float]] = []
         self._board: Any = None
         if staging is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._file = (staging.path / "metrics.jsonl").open("w", encoding="utf-8")
-            self._board = SummaryWriter(str(staging.path / "tensorboard"))
+            path = staging.path / "metrics.jsonl"
+            if start and path.is_file():
+                self._rows = [row for row in _rows(path) if row["step"] <= start]
+            self._file = path.open("w", encoding="utf-8")
+            self._file.writelines(json.dumps(row) + "\n" for row in self._rows)
+            self._board = SummaryWriter(str(staging.path / "tensorboard"), purge_step=start + 1 if start else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The values after a step (counted from 1)."""
@@ -36,6 +43,11 @@ class Metrics:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+
+    def draw(self) -> None:
+        """loss.png as far as the run is."""
+        if self._staging is not None:
+            draw(self._rows, self._staging.path / PLOT)
 
     def __enter__(self) -> Self:
         return self
@@ -50,10 +62,16 @@ class Metrics:
             self._attach(self._staging)
 
     def _attach(self, staging: Staging) -> None:
-        draw(self._rows, staging.path / "loss.png")
+        self.draw()
         boards = sorted((staging.path / "tensorboard").iterdir())
-        for name in ("metrics.jsonl", "loss.png", *(f"tensorboard/{path.name}" for path in boards)):
+        for name in ("metrics.jsonl", PLOT, *(f"tensorboard/{path.name}" for path in boards)):
             staging.attach(name)
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    """The whole lines of a metrics.jsonl; the last one may be torn."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:

@@ -122,6 +122,30 @@ class PlainEngine:
                 return self._logp(batch).cpu()
         return self._logp(batch).cpu()
 
+    def agree(self, value: int) -> int:
+        """There is one rank."""
+        return value
+
+    def save_state(self, directory: Path) -> None:
+        """fp32 weights that are trained, AdamW's moments, the random state: state.pt."""
+        state = {
+            "weights": dict(self.trained),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, directory / "state.pt")
+
+    def load_state(self, directory: Path) -> None:
+        """What ``save_state`` wrote."""
+        state = torch.load(directory / "state.pt", map_location="cpu", mmap=True, weights_only=True)
+        with torch.no_grad():
+            for name, parameter in self.trained:
+                parameter.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        torch.set_rng_state(state["random"])
+
     def save(self, staging: Staging | None) -> None:
         """A Hugging Face directory, or a PEFT adapter."""
         if staging is None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, files, manifest
+from mst_core import checkpoint, console, files, manifest
 from mst_core.checkpoint import Staging
 from mst_core.engine import launch, loop
 from mst_core.engine.loop import Unit
+from mst_core.engine.saves import Saves, enter_state
 from mst_core.engine.seam import Engine, Objective
 from mst_core.errors import InputError
 from mst_core.manifest import Parent
+from mst_core.resume import RUN, STATE, Fit, newest, put_away
 from mst_core.runspec import RunSpec
 
-NOT_IN_THE_ID = ("nproc", "log_every", "eval_every", "bad_rows", "epochs")
+NOT_IN_THE_ID = (
+    "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume"
+)  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
+LAYOUT = ("tp", "pp", "dp", "sp", "distributed_optimizer", "micro_batch")
+"""Settings that a run may change when it goes on: another layout of ranks makes the same steps."""
+KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/")
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -44,14 +52,16 @@ def execute(job: Job) -> dict[str, Any]:
     parents = _parents(job) if launch.rank() == 0 else []
     engine = launch.make_engine(job.engine, job.spec, job.model_dir)
     with _staging(job, engine) as staging:
-        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units)
-        engine.save(staging)
+        saves = _saves(job, engine, staging, parents)
+        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, saves)
+        _write(job, engine, staging, saves, done)
         result: dict[str, Any] = {}
         if staging is not None:
             if job.rejected:
                 (staging.path / "rejected.jsonl").write_text(job.rejected, encoding="utf-8")
                 staging.attach("rejected.jsonl")
-            made = _commit(job, staging, parents, done)
+            with put_away(staging):
+                made = _commit(job, staging, parents, done, done.steps)
             counts = {"rows": len(job.units), "rows_set_aside": job.rejected.count("\n"), "steps": done.steps}
             first = {"first_loss": done.first["loss"]}
             result = {"out": str(job.spec.out), "id": made.id, **counts, "tokens": done.tokens, **first, **done.last}
@@ -61,7 +71,48 @@ def execute(job: Job) -> dict[str, Any]:
 
 
 def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]:
-    return nullcontext() if engine.rank else checkpoint.stage(job.spec.out, job.spec.overwrite)
+    if engine.rank:
+        return nullcontext()
+    out, extends = job.spec.out, job.spec.resume and (job.spec.out / RUN).is_file()
+    return checkpoint.stage(out, job.spec.overwrite or extends, keep=_kept if job.spec.resume else None)
+
+
+def _kept(staged: Path) -> list[str]:
+    """What a run that goes on finds again."""
+    return [name for name in files.listing(staged) if name.startswith(KEPT)]
+
+
+def _saves(job: Job, engine: Engine, staging: Staging | None, parents: list[Parent]) -> Saves:
+    """The run's checkpoints, and the one to go on from."""
+    spec = job.spec
+    steps = spec.total_steps(len(job.units))
+    settings = {name: value for name, value in _settings(job, steps).items() if name not in LAYOUT}
+    settings |= {"objective": job.objective.name, "rows": len(job.units)}
+    settings |= {f"{parent.role} {number}": parent.id for number, parent in enumerate(parents)}
+    settings = json.loads(json.dumps(settings, default=str))  # as run.json will have them
+    found = newest(spec.out, settings) if spec.resume and staging is not None else None
+    if spec.resume and staging is not None and found is None:
+        console.say("nothing to go on from: starts at step 1")
+
+    def commit(made: Staging, step: int, done: Fit) -> manifest.Manifest:
+        return _commit(job, made, parents, done, step)
+
+    return Saves(engine, spec.out.absolute(), staging, settings, commit, spec.save_every, spec.keep, found)
+
+
+def _write(job: Job, engine: Engine, staging: Staging | None, saves: Saves, done: Fit) -> None:
+    """The output's weights, and with --keep-state what an extended run goes on from."""
+    engine.save(staging)
+    if not job.spec.keep_state:
+        return
+    folder = checkpoint.partial(saves.out) / STATE
+    if staging is not None:
+        folder.mkdir()
+    engine.agree(0)
+    engine.save_state(folder)
+    engine.agree(0)
+    if staging is not None:
+        enter_state(staging, done.steps, done, saves.settings)
 
 
 def _parents(job: Job) -> list[Parent]:
@@ -80,7 +131,7 @@ def _settings(job: Job, steps: int) -> dict[str, Any]:
     return found
 
 
-def _commit(job: Job, staging: Staging, parents: list[Parent], done: loop.Fit) -> manifest.Manifest:
+def _commit(job: Job, staging: Staging, parents: list[Parent], done: Fit, step: int) -> manifest.Manifest:
     base = manifest.identify(job.model_dir)
     if base.id != parents[0].id:
         raise InputError("changed while it was trained from", where=job.model_dir)
@@ -93,7 +144,7 @@ def _commit(job: Job, staging: Staging, parents: list[Parent], done: loop.Fit) -
         parents=parents,
         parent_dirs=[job.model_dir],
         tool=job.tool,
-        settings=_settings(job, done.steps),
+        settings=_settings(job, step),
         notes={
             **job.notes,
             "rows": len(job.units),

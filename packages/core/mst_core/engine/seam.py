@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -103,6 +104,20 @@ class Engine(Protocol):
         """logp_BT (fp32, CPU, no gradient, dropout off) on every rank of the model-parallel group, to be read where
         mask_BT is not 0.
         ``reference=True`` turns the adapter off."""
+        ...
+
+    def agree(self, value: int) -> int:
+        """The largest ``value`` of all ranks; waits for all of them."""
+        ...
+
+    def save_state(self, directory: Path) -> None:
+        """Write what ``load_state`` needs to go on exactly where the engine is: weights as they are trained, optimizer,
+        random state. Every rank writes files of its own into ``directory``, which is there."""
+        ...
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from what ``save_state`` wrote, before the first step. Raises InputError if the engine cannot (another
+        layout of ranks)."""
         ...
 
     def save(self, staging: Staging | None) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from mst_core import families, torch_dist
 from mst_core.checkpoint import Staging
 from mst_core.engine import lora as shared_lora
-from mst_core.engine.megatron import checkpoint, groups, lora, model, step
+from mst_core.engine.megatron import checkpoint, groups, lora, model, state, step
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.errors import InputError, RunError
 from mst_core.parallel.layout import check_layout
@@ -88,6 +88,20 @@ class MegatronEngine:
         """logits_BTV of the real vocabulary on the last pipeline stage, None elsewhere. For comparisons, TP 1 only."""
         self.model.eval()
         return step.logits(self.model, batch, self.dims.vocab)
+
+    def agree(self, value: int) -> int:
+        """The largest of all ranks'."""
+        found = torch.tensor([value], device=groups.device())
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def save_state(self, directory: Path) -> None:
+        """See state.py."""
+        state.save(directory, self.spec, self.raw, self.optimizer, self.steps)
+
+    def load_state(self, directory: Path) -> None:
+        """See state.py."""
+        self.steps = state.load(directory, self.spec, self.raw, self.optimizer)
 
     def save(self, staging: Staging | None) -> None:
         """A Megatron directory, or a PEFT adapter. Every rank calls it; rank 0 writes."""

@@ -1,0 +1,67 @@
+"""The training state of a rank: what it trains, the optimizer's own copies and moments, the random state.
+
+Each rank writes what it holds, so going on is exact whatever the optimizer is (fp32, mixed precision, distributed), and
+bound to the layout of ranks that wrote it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mst_core.errors import InputError
+from mst_core.runspec import RunSpec
+
+LAYOUT = ("tp", "pp", "dp", "sp", "distributed_optimizer")
+
+
+def save(directory: Path, spec: RunSpec, model: Any, optimizer: Any, steps: int) -> None:
+    """rank-00000.pt and so on."""
+    state = {
+        "layout": {name: getattr(spec, name) for name in LAYOUT},
+        "steps": steps,
+        "weights": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
+        "optimizers": [
+            {"copies": _copies(one), "state": one.optimizer.state_dict()} for one in _chain(optimizer) if one.optimizer
+        ],
+        "random": torch.get_rng_state(),
+    }
+    torch.save(state, directory / _name())
+
+
+def load(directory: Path, spec: RunSpec, model: Any, optimizer: Any) -> int:
+    """What ``save`` wrote on this rank; the steps done. Raises InputError for another layout of ranks."""
+    path = directory / _name()
+    if not path.is_file():
+        raise InputError("the run that is resumed had fewer ranks", where=path, hint="give its layout of ranks")
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    layout = {name: getattr(spec, name) for name in LAYOUT}
+    differ = [f"{name} was {was}, is {layout[name]}" for name, was in state["layout"].items() if was != layout[name]]
+    if differ:
+        raise InputError(f"is of another layout of ranks: {', '.join(differ)}", where=path, hint="give the old one")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(state["weights"][name])
+        for one, kept in zip((one for one in _chain(optimizer) if one.optimizer), state["optimizers"], strict=True):
+            for parameter, copy in zip(_copies(one), kept["copies"], strict=True):
+                parameter.copy_(copy)
+            one.optimizer.load_state_dict(kept["state"])
+    torch.set_rng_state(state["random"])
+    return int(state["steps"])
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _copies(one: Any) -> list[torch.Tensor]:
+    """What the inner optimizer steps: the weights, or fp32 copies (of this rank's shard)."""
+    return [p.detach() for group in one.optimizer.param_groups for p in group["params"]]
+
+
+def _name() -> str:
+    return f"rank-{dist.get_rank():05d}.pt"
