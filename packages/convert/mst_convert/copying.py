@@ -53,7 +53,7 @@ class _Job:
     fill: Fill | None = None
     small: Sequence[bytes | Late] = ()
     array: bool = False
-    ends: str | None = None
+    ends: Array | None = None
     """The array that ends here."""
     closes: bool = False
 
@@ -184,8 +184,8 @@ class Copying:
                 self._count(self._recipe.moves(segment))
             for nbytes, fill in _replay(out, position, segment) if again else self._pieces(segment):
                 last = position + nbytes == end
-                name = segment.name if last else None
-                yield _Job(out, index, position, nbytes, fill=fill, array=True, ends=name)
+                ends = segment if last else None
+                yield _Job(out, index, position, nbytes, fill=fill, array=True, ends=ends)
                 index, position = index + 1, position + nbytes
         yield _Job(out, index, position, sum(map(archive.size, between)), small=between, closes=True)
 
@@ -241,8 +241,9 @@ class Copying:
                 out.crc = zlib_ng.crc32(view, out.crc)
             end = job.offset + job.nbytes
             if job.ends is not None:
-                out.crcs.append(out.crc)
-                out.crc = 0
+                if not job.ends.goes_on:
+                    out.crcs.append(out.crc)
+                    out.crc = 0
                 self._note(out, end)
             if end - out.dropped >= DROP or job.closes:
                 os.posix_fadvise(out.handle, out.dropped, end - out.dropped, os.POSIX_FADV_DONTNEED)
