@@ -83,7 +83,7 @@ def open_legacy(place: Path, hf_config: Path | None) -> Source:
 def _sort(
     ranks: list[Rank], model: Model, work: list[Task]
 ) -> tuple[dict[str, list[_Part]], list[tuple[int, Array]], list[MstError]]:
-    """Which task each tensor of each rank belongs to; a tied embedding's copies by tensor rank; what belongs nowhere."""
+    """Which task each tensor of each rank belongs to; a tied embedding's copies, with their tensor rank; faults."""
     names: dict[str, Task] = {}
     for task in work:
         for spec in ("te", "local"):
@@ -189,7 +189,7 @@ def _place(task: Task, parts: list[_Part], tp: int, replicas: list[tuple[Array, 
 def _cut(task: Task, base: int, rows: int, shards: list[Array], replicas: list[tuple[Array, Array]]) -> list[Block]:
     """One matrix from the shards of its tensor parallel ranks."""
     first, columns, tp = shards[0], task.columns, len(shards)
-    axis = megatron_names.tensor_parallel_axis(task.native)
+    axis = megatron_names.tensor_parallel_axis(task.native, "te")
     vocabulary = task.native.endswith((EMBEDDING, HEAD))
     if any((s.rows, s.columns) != (first.rows, first.columns) for s in shards):
         raise InputError("its tensor parallel parts differ in shape", where=task.native)

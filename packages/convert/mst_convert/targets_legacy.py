@@ -79,7 +79,7 @@ def _split(source: Source, spec: ConvertSpec) -> dict[tuple[int, int], range]:
     if experts % spec.ep:
         faults.append(InputError(f"--ep {spec.ep} does not divide {experts} experts"))
     for task in source.tasks:
-        axis = megatron_names.tensor_parallel_axis(task.native)
+        axis = megatron_names.tensor_parallel_axis(task.native, spec.spec)
         size = (task.rows // (task.experts or 1), task.columns)[axis] if axis is not None else 0
         halves = 2 if "linear_fc1." in task.native else 1
         flag, parts = ("--etp", spec.expert_tp) if task.experts and spec.etp else ("--tp", spec.tp)
@@ -191,13 +191,13 @@ class _Ranks:
 
     def _size(self, task: Task) -> tuple[int, int]:
         """Rows and columns of a rank's share."""
-        axis, parts = megatron_names.tensor_parallel_axis(task.native), self._parts(task)
+        axis, parts = megatron_names.tensor_parallel_axis(task.native, self.spec.spec), self._parts(task)
         rows, columns = task.rows // (task.experts or 1), task.columns
         return rows // (parts if axis == 0 else 1), columns // (parts if axis == 1 else 1)
 
     def _part(self, task: Task, expert: int, tp: int, array: Array) -> Array:
         """``array``, fed with the share that tensor rank ``tp`` has of a task (of one expert of it)."""
-        axis = megatron_names.tensor_parallel_axis(task.native) if self._parts(task) > 1 else None
+        axis = megatron_names.tensor_parallel_axis(task.native, self.spec.spec) if self._parts(task) > 1 else None
         rows, (height, width) = task.rows // (task.experts or 1), (array.rows, array.columns)
         base = expert * rows
         if axis == 0 and "linear_fc1." in task.native:

@@ -163,10 +163,14 @@ SHARDED_ROWS = (
     "eh_proj.weight",
 )
 SHARDED_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
-def tensor_parallel_axis(native: str) -> int | None:
-    """0: tensor parallelism cuts the rows, 1: the columns, None: every rank has all (MAPPINGS.md 1.3)."""
-    if native.endswith(SHARDED_ROWS):
+def tensor_parallel_axis(native: str, spec: Spec) -> int | None:
+    """0: tensor parallelism cuts the rows, 1: the columns, None: every rank has all (MAPPINGS.md 1.3).
+
+    The local spec cuts MLA's down projections, which TransformerEngine's duplicates.
+    """
+    if native.endswith(SHARDED_ROWS) or (spec == "local" and native.endswith(LATENT_DOWN)):
         return 0
     return 1 if native.endswith(SHARDED_COLUMNS) else None
