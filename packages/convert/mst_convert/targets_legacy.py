@@ -119,6 +119,8 @@ class _Ranks:
             if not (task.layer in layers if task.layer is not None else at in self._places(task)):
                 continue
             name = megatron_names.state_name(task.native, self.spec.spec)
+            if self.spec.experts == "legacy-grouped":  # the same megatron-core 0.17 that removed it renamed this
+                name = name.replace(".mtp_model_layer.", ".transformer_layer.")
             if task.layer is not None:
                 local = task.layer - layers.start
                 name = name.replace(f"decoder.layers.{task.layer}.", f"decoder.layers.{local}.", 1)
