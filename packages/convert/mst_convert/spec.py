@@ -148,9 +148,7 @@ class ConvertSpec(Spec):
         if self.pp == 1 and (fixed or self.vp > 1):
             raise ValueError("--vp, --first-stage-layers and --last-stage-layers need --pp of 2 or more")
         if fixed and (self.account_for_embedding or self.account_for_loss):
-            raise ValueError(
-                "--account-for-embedding and --account-for-loss are for stages without layers of their own"
-            )
+            raise ValueError("--account-for-embedding and --account-for-loss are for stages of equal size")
         if self.tp % self.expert_tp:
             # Ranks of the same tensor and expert rank would hold different parts of experts in one file.
             raise ValueError(

@@ -78,6 +78,10 @@ def _split(source: Source, spec: ConvertSpec) -> dict[tuple[int, int], range]:
     experts = source.model.dims.more.get("experts", 1)
     if experts % spec.ep:
         faults.append(InputError(f"--ep {spec.ep} does not divide {experts} experts"))
+    carried = [task.native for task in source.tasks if source.model.family.carried_native(task.hf[0].name)]
+    if carried:
+        said = f"{len(carried)} tensors that no layer of Megatron has, like {carried[0]}, have no place in legacy files"
+        faults.append(InputError(said, hint="--to megatron carries them"))
     for task in source.tasks:
         axis = megatron_names.tensor_parallel_axis(task.native, spec.spec)
         size = (task.rows // (task.experts or 1), task.columns)[axis] if axis is not None else 0

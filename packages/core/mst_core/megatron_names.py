@@ -121,7 +121,7 @@ def naming(model: Model, spec: Spec, form: Form) -> Naming:
         )
     if spec == "hybrid":
         kinds = {"moe" in facts for facts in model.layer_facts} or {False}
-        if len(kinds) > 1 or model.dims.more.get("mtp"):
+        if len(kinds) > 1 or "mtp" in model.facts:
             raise InputError("dense and MoE layers mixed, or MTP layers, have no hybrid pattern that Megatron reads")
         form = "per-layer"
     return Naming(spec, form, is_mla(model))
