@@ -35,6 +35,13 @@ class NoAttention(torch.nn.Module):
         super().__init__()
 
 
+SPLITS: dict[str, dict[str, Any]] = {
+    "legacy-uneven": {"num_layers_in_first_pipeline_stage": 1},
+    "legacy-layout": {"pipeline_model_parallel_layout": "Et|tt|m|L", "account_for_loss_in_pipeline_split": False},
+}
+"""Splits that are saved for the way back only."""
+
+
 def config_of(settings: dict[str, Any], layout: dict[str, int], **more: Any) -> Any:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -75,7 +82,7 @@ def build(case: dict[str, Any], layout: dict[str, int], **more: Any) -> list[Any
         get_gpt_mtp_block_spec,
     )
 
-    config = config_of(case["settings"], layout, **layout["fields"], **more)
+    config = config_of(case["settings"], layout, **{**layout["fields"], **more})
     models = []
     for stage in range(layout["vp"]):
         at = {"vp_stage": stage if layout["vp"] > 1 else None}
@@ -216,11 +223,11 @@ def run_case(case: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
             found["extra"] += sorted({name for name in state if name.endswith("_extra_state")} - real)
         found["wrong"]["legacy"] = faults
     for form, target in case["save"].get(layout["name"], {}).items():
-        if form == "legacy" or form == "legacy-uneven":
-            if form == "legacy-uneven":
-                models = build(case, layout, num_layers_in_first_pipeline_stage=1)
+        if form.startswith("legacy"):
+            if form in SPLITS:
+                models = build(case, layout, **SPLITS[form])
                 want = [wanted(model, slices) for model in models]
-                found["layers"] = [len(models[0].decoder.layers)]
+                found["saved_layers"] = [len(model.decoder.layers) for model in models]
             for model, values in zip(models, want, strict=True):
                 fill(model, values)
             if is_first_copy():

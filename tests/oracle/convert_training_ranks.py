@@ -1,6 +1,6 @@
 """One rank of test_convert_training.py, under torchrun: megatron.training's own arguments and load_checkpoint.
 
-    python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_training_ranks RUNS.json
+    python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_training_ranks PLAN.json
 
 For every run: its command line is parsed and validated as ``pretrain_gpt.py`` does it, GPTModel built from those
 arguments with NaN everywhere, ``load_checkpoint`` called, and every parameter compared with the slice of the Hugging
