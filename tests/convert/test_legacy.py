@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -200,6 +201,7 @@ def test_the_old_grouped_mlp_is_one_buffer_for_all_experts_of_a_rank(tmp_path: P
     hidden, seen = SIZES["hidden_size"], 0
     for tp, ep in product((0, 1), (0, 1)):
         file = out / "release" / f"mp_rank_{tp:02d}_{ep:03d}" / "model_optim_rng.pt"
+        assert zipfile.ZipFile(file).testzip() is None
         model = torch.load(file, weights_only=False)["model"]
         for layer, name in ((2, "decoder.layers.2"), (4, "mtp.layers.0.transformer_layer")):
             first, second = (model[f"{name}.mlp.experts.weight{number}"] for number in (1, 2))

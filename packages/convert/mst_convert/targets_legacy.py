@@ -164,30 +164,21 @@ class _Ranks:
 
     def _tensor(self, task: Task, expert: int, tp: int, name: str) -> tuple[list[Array], tuple[int, ...]]:
         """A rank's share of a task (of one expert of it)."""
-        array = self._part(task, expert, tp, Array(name, self._dtype(task), *self._size(task)))
+        array = Array(name, self._dtype(task), *self._size(task))
+        self._fill(array, task, expert, tp)
         vector = len(task.shape) == 1 + (task.experts is not None)
         return [array], (array.rows,) if vector else (array.rows, array.columns)
 
     def _grouped(self, task: Task, experts: range, tp: int, name: str) -> tuple[list[Array], tuple[int, ...]]:
-        rows, columns = self._size(task)
-        arrays = [
-            self._part(
-                task,
-                expert,
-                tp,
-                Array(
-                    f"{name}[{expert}]",
-                    self._dtype(task),
-                    rows,
-                    columns,
-                    transposed=True,
-                    goes_on=expert != experts[-1],
-                ),
-            )
-            for expert in experts
-        ]
-        many_rows = "linear_fc2." in task.native
-        return arrays, (len(experts) * columns, rows) if many_rows else (columns, len(experts) * rows)
+        """A rank's share of some experts, each transposed, one behind the other."""
+        dtype, (rows, columns) = self._dtype(task), self._size(task)
+        arrays = []
+        for expert in experts:
+            goes_on = expert != experts[-1]
+            arrays.append(Array(f"{name}[{expert}]", dtype, rows, columns, transposed=True, goes_on=goes_on))
+            self._fill(arrays[-1], task, expert, tp)
+        second = "linear_fc2." in task.native
+        return arrays, (len(experts) * columns, rows) if second else (columns, len(experts) * rows)
 
     def _dtype(self, task: Task) -> str:
         return dtype_of(self.source, task, self.spec.dtype)
@@ -201,8 +192,8 @@ class _Ranks:
         rows, columns = task.rows // (task.experts or 1), task.columns
         return rows // (parts if axis == 0 else 1), columns // (parts if axis == 1 else 1)
 
-    def _part(self, task: Task, expert: int, tp: int, array: Array) -> Array:
-        """``array``, fed with the share that tensor rank ``tp`` has of a task (of one expert of it)."""
+    def _fill(self, array: Array, task: Task, expert: int, tp: int) -> None:
+        """Feed ``array`` with the share that tensor rank ``tp`` has of a task (of one expert of it)."""
         axis = megatron_names.tensor_parallel_axis(task.native, self.spec.spec) if self._parts(task) > 1 else None
         rows, (height, width) = task.rows // (task.experts or 1), (array.rows, array.columns)
         base = expert * rows
@@ -215,7 +206,6 @@ class _Ranks:
             row, column = (tp * height, 0) if axis == 0 else (0, tp * width if axis == 1 else 0)
             blocks = [Block(base + row, height, column, width, array)]
         self.feed.add(task, blocks)
-        return array
 
 
 def _entries(state: dict[str, Any], stages: list[Stage], spec: str) -> list[archive.Entry]:
