@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,29 @@ def kill_and_resume(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(SAMPLED))
 def test_a_killed_conversion_goes_on(tmp_path: Path, seed: int) -> None:
     kill_and_resume(tmp_path, seed)
+
+
+def test_a_tensor_of_several_arrays_goes_on(tmp_path: Path) -> None:
+    """GroupedMLP's weights: the crc of the whole is made of arrays that were written before and after the kill."""
+    model = make(tmp_path / "hf", "qwen3-moe")
+    settings: dict[str, Any] = {"to": "megatron-legacy", "experts": "legacy-grouped", "tp": 2}
+    whole = convert(model=model, out=tmp_path / "whole", **settings)
+    out = tmp_path / "out"
+    words = [
+        "--model",
+        model,
+        "--out",
+        out,
+        *(word for name, value in settings.items() for word in (f"--{name}", value)),
+    ]
+    resume: list[str] = []
+    for after in (40, 45, 50, 55):
+        assert cut(after, *words, *resume) != 0
+        resume = ["--resume"]
+    assert cut(1 << 40, *words, "--resume") == 0
+    assert manifest.read(out).id == manifest.read(whole).id
+    for file in (out / "release").glob("*/*.pt"):
+        assert zipfile.ZipFile(file).testzip() is None
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
 """One rank of test_convert_layouts.py, under torchrun: real megatron-core, nothing of mst.
 
-    python -m torch.distributed.run --nproc-per-node 4 convert_layouts_ranks.py CASES.json
+    python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_layouts_ranks PLAN.json
 
 For every layout and case the GPTModel (local spec) of this rank is built and filled with NaN, loaded with what
 mst-convert wrote (torch_dist at default strictness, legacy with ``load_state_dict(strict=True)``), and every parameter
-and buffer compared bit for bit with the slice that the Hugging Face tensors say, which is written out below without
-mst's maps. Then the same models are saved, by ``dist_checkpointing.save`` and as ``mp_rank_*`` files, for the way back.
+and buffer compared bit for bit with the slice that the Hugging Face tensors say (slices.py). Then the same models are
+saved, by ``dist_checkpointing.save`` and as ``mp_rank_*`` files, for the way back.
 HybridModel and the code that retargets it to GPT checkpoints are run too, on modules of the local spec.
 The findings of each rank go to ``OUT/rank-N.json``.
 """
@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Tensors = dict[str, torch.Tensor]
+from tests.oracle.slices import Slices, Tensors
 
 
 class NoAttention(torch.nn.Module):
@@ -36,118 +35,11 @@ class NoAttention(torch.nn.Module):
         super().__init__()
 
 
-class Slices:
-    """The tensors of this rank, from the Hugging Face tensors (MAPPINGS.md 1.1 to 1.7, 2.1 to 2.7, 2.13)."""
-
-    def __init__(self, hf: Tensors, config: Any, vocab_rows: int) -> None:
-        from megatron.core import parallel_state
-
-        self.hf, self.config, self.vocab_rows = hf, config, vocab_rows
-        self.tp = parallel_state.get_tensor_model_parallel_rank()
-        self.tp_size = parallel_state.get_tensor_model_parallel_world_size()
-        self.ep = parallel_state.get_expert_model_parallel_rank()
-        self.ep_size = parallel_state.get_expert_model_parallel_world_size()
-
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        mine: torch.Tensor = tensor.chunk(self.tp_size, 0)[self.tp]
-        return mine
-
-    def columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        mine: torch.Tensor = tensor.chunk(self.tp_size, 1)[self.tp]
-        return mine
-
-    def vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
-        padded = torch.zeros(self.vocab_rows, tensor.shape[1])
-        padded[: tensor.shape[0]] = tensor
-        return self.rows(padded)
-
-    def fused_qkv(self, p: str, kind: str) -> torch.Tensor:
-        groups, d = self.config.num_query_groups, self.config.kv_channels
-        parts = []
-        for name, heads in (("q", self.config.num_attention_heads), ("k", groups), ("v", groups)):
-            tensor = self.hf[f"{p}.self_attn.{name}_proj.{kind}"]
-            parts.append(tensor.reshape(groups, heads // groups * d, *tensor.shape[1:]))
-        whole = torch.cat(parts, 1)
-        return self.rows(whole.reshape(-1, *whole.shape[2:]))
-
-    def gated(self, p: str, gate: str = "gate_proj", up: str = "up_proj") -> torch.Tensor:
-        return torch.cat([self.rows(self.hf[f"{p}.{gate}.weight"]), self.rows(self.hf[f"{p}.{up}.weight"])])
-
-    def of_experts(self) -> Slices:
-        """The same with the tensor parallel rank that experts have."""
-        from megatron.core import parallel_state
-
-        mine = copy(self)
-        mine.tp = parallel_state.get_expert_tensor_parallel_rank()
-        mine.tp_size = parallel_state.get_expert_tensor_parallel_world_size()
-        return mine
-
-    def expert(self, p: str, local: int, rest: str) -> torch.Tensor:
-        number = self.ep * self.config.num_moe_experts // self.ep_size + local
-        if f"{p}.mlp.experts.gate_up_proj" in self.hf:  # gpt-oss: transposed, gate and up rows in turn
-            both = self.hf[f"{p}.mlp.experts.gate_up_proj"][number].T
-            bias = self.hf[f"{p}.mlp.experts.gate_up_proj_bias"][number]
-            return {
-                "linear_fc1.weight": lambda: torch.cat([self.rows(both[::2]), self.rows(both[1::2])]),
-                "linear_fc1.bias": lambda: torch.cat([self.rows(bias[::2]), self.rows(bias[1::2])]),
-                "linear_fc2.weight": lambda: self.columns(self.hf[f"{p}.mlp.experts.down_proj"][number].T),
-                "linear_fc2.bias": lambda: self.hf[f"{p}.mlp.experts.down_proj_bias"][number],
-            }[rest]()
-        mixtral = f"{p}.block_sparse_moe.experts.{number}"
-        if f"{mixtral}.w1.weight" in self.hf:
-            if rest == "linear_fc1.weight":
-                return self.gated(mixtral, "w1", "w3")
-            return self.columns(self.hf[f"{mixtral}.w2.weight"])
-        if rest == "linear_fc1.weight":
-            return self.gated(f"{p}.mlp.experts.{number}")
-        return self.columns(self.hf[f"{p}.mlp.experts.{number}.down_proj.weight"])
-
-    def one_of(self, *names: str) -> torch.Tensor:
-        return next(self.hf[name] for name in names if name in self.hf)
-
-    def __call__(self, name: str, layer: int) -> torch.Tensor:
-        """What ``name`` of a state dict must be; ``layer`` is the global number of its layer."""
-        hf, p = self.hf, f"model.layers.{layer}"
-        if name == "embedding.word_embeddings.weight":
-            return self.vocabulary(hf["model.embed_tokens.weight"])
-        if name == "output_layer.weight":
-            return self.vocabulary(self.one_of("lm_head.weight", "model.embed_tokens.weight"))
-        if name in ("decoder.final_layernorm.weight", "decoder.final_norm.weight"):
-            return hf["model.norm.weight"]
-        rest = name.split(".", 3)[3]
-        if rest.startswith("mlp.experts.local_experts."):
-            _, _, _, local, rest = rest.split(".", 4)
-            return self.of_experts().expert(p, int(local), rest)
-        attention, mlp = f"{p}.self_attn", f"{p}.mlp"
-        shared = f"{mlp}.shared_expert" if f"{mlp}.shared_expert_gate.weight" in hf else f"{mlp}.shared_experts"
-        gates = (f"{mlp}.gate", f"{p}.block_sparse_moe.gate", f"{mlp}.router")
-        makers: dict[str, Callable[[], torch.Tensor]] = {
-            "input_layernorm.weight": lambda: hf[f"{p}.input_layernorm.weight"],
-            "pre_mlp_layernorm.weight": lambda: hf[f"{p}.post_attention_layernorm.weight"],
-            "self_attention.linear_qkv.weight": lambda: self.fused_qkv(p, "weight"),
-            "self_attention.linear_qkv.bias": lambda: self.fused_qkv(p, "bias"),
-            "self_attention.linear_proj.weight": lambda: self.columns(hf[f"{attention}.o_proj.weight"]),
-            "self_attention.linear_proj.bias": lambda: hf[f"{attention}.o_proj.bias"],
-            "self_attention.q_layernorm.weight": lambda: self.one_of(
-                f"{attention}.q_norm.weight", f"{attention}.q_a_layernorm.weight"
-            ),
-            "self_attention.k_layernorm.weight": lambda: hf[f"{attention}.k_norm.weight"],
-            "self_attention.kv_layernorm.weight": lambda: hf[f"{attention}.kv_a_layernorm.weight"],
-            "self_attention.linear_q_down_proj.weight": lambda: hf[f"{attention}.q_a_proj.weight"],
-            "self_attention.linear_q_up_proj.weight": lambda: hf[f"{attention}.q_b_proj.weight"],
-            "self_attention.linear_kv_down_proj.weight": lambda: hf[f"{attention}.kv_a_proj_with_mqa.weight"],
-            "self_attention.linear_kv_up_proj.weight": lambda: hf[f"{attention}.kv_b_proj.weight"],
-            "self_attention.core_attention.softmax_offset": lambda: self.rows(hf[f"{attention}.sinks"]),
-            "mlp.linear_fc1.weight": lambda: self.gated(mlp),
-            "mlp.linear_fc2.weight": lambda: self.columns(hf[f"{mlp}.down_proj.weight"]),
-            "mlp.router.weight": lambda: self.one_of(*(f"{gate}.weight" for gate in gates)),
-            "mlp.router.bias": lambda: hf[f"{mlp}.router.bias"],
-            "mlp.router.expert_bias": lambda: hf[f"{mlp}.gate.e_score_correction_bias"],
-            "mlp.shared_experts.linear_fc1.weight": lambda: self.gated(shared),
-            "mlp.shared_experts.linear_fc2.weight": lambda: self.columns(hf[f"{shared}.down_proj.weight"]),
-            "mlp.shared_experts.gate_weight": lambda: hf[f"{mlp}.shared_expert_gate.weight"],
-        }
-        return makers[rest]()
+SPLITS: dict[str, dict[str, Any]] = {
+    "legacy-uneven": {"num_layers_in_first_pipeline_stage": 1},
+    "legacy-layout": {"pipeline_model_parallel_layout": "Et|tt|m|L", "account_for_loss_in_pipeline_split": False},
+}
+"""Splits that are saved for the way back only."""
 
 
 def config_of(settings: dict[str, Any], layout: dict[str, int], **more: Any) -> Any:
@@ -184,21 +76,29 @@ def build(case: dict[str, Any], layout: dict[str, int], **more: Any) -> list[Any
     """The GPTModels of this rank, one a virtual stage."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
+        get_gpt_mtp_block_spec,
+    )
 
-    config = config_of(case["settings"], layout, **more)
+    config = config_of(case["settings"], layout, **{**layout["fields"], **more})
     models = []
     for stage in range(layout["vp"]):
         at = {"vp_stage": stage if layout["vp"] > 1 else None}
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **at)
+        # The last stage may have no decoder layer to take the MTP layer's spec from.
+        body = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")[-1]
         if "mla" in case["settings"]:
-            for layer in block.layer_specs:
+            for layer in (*block.layer_specs, body):
                 layer.submodules.self_attention.submodules.core_attention = NoAttention
+        mtp = get_gpt_mtp_block_spec(config, body, use_transformer_engine=False, **at)
         where = {"ignore_virtual": False, **at} if layout["vp"] > 1 else {}
         models.append(
             GPTModel(
                 config=config,
                 transformer_layer_spec=block,
+                mtp_block_spec=mtp,
                 **{**case["settings"]["gpt"], "vocab_size": case["vocab_rows"]},
                 pre_process=parallel_state.is_pipeline_first_stage(**where),
                 post_process=parallel_state.is_pipeline_last_stage(**where),
@@ -217,7 +117,11 @@ def wanted(model: Any, slices: Slices, gpt_layer: Callable[[int], int] = lambda 
     """What each tensor must be; megatron-core's own layer_number says which layer it is of."""
     found = {}
     for name in weights(model):
-        layer = gpt_layer(model.decoder.layers[int(name.split(".")[2])].layer_number) if ".layers." in name else -1
+        layer = -1
+        if name.startswith("decoder.layers."):
+            layer = gpt_layer(model.decoder.layers[int(name.split(".")[2])].layer_number)
+        elif name.startswith("mtp."):  # Hugging Face numbers these on
+            layer = model.config.num_layers + model.mtp.layers[int(name.split(".")[2])].layer_number - 1
         found[name] = slices(name, layer)
     return found
 
@@ -297,6 +201,7 @@ def run_case(case: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
     slices = Slices(hf, models[0].config, case["vocab_rows"])
     want = [wanted(model, slices) for model in models]
     found["tensors"] = sum(map(len, want))
+    found["layers"] = [len(model.decoder.layers) for model in models]
     for form, directory in case["dist"].items():
         metadata = {"non_homogeneous_layers": True} if form == "per-layer" else None
         for model in models:
@@ -318,11 +223,11 @@ def run_case(case: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
             found["extra"] += sorted({name for name in state if name.endswith("_extra_state")} - real)
         found["wrong"]["legacy"] = faults
     for form, target in case["save"].get(layout["name"], {}).items():
-        if form == "legacy" or form == "legacy-uneven":
-            if form == "legacy-uneven":
-                models = build(case, layout, num_layers_in_first_pipeline_stage=1)
+        if form.startswith("legacy"):
+            if form in SPLITS:
+                models = build(case, layout, **SPLITS[form])
                 want = [wanted(model, slices) for model in models]
-                found["layers"] = len(models[0].decoder.layers)
+                found["saved_layers"] = [len(model.decoder.layers) for model in models]
             for model, values in zip(models, want, strict=True):
                 fill(model, values)
             if is_first_copy():

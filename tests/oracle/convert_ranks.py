@@ -1,6 +1,6 @@
 """One rank of test_convert_megatron.py, under torchrun: real megatron-core, nothing of mst's engines.
 
-    python -m torch.distributed.run --nproc-per-node 4 convert_ranks.py CASES.json
+    python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_ranks PLAN.json
 
 For every case and layout: build GPTModel (local spec) from the family's settings with all parameters NaN, load the
 converted directory with ``dist_checkpointing.load`` at default strictness, compare every parameter bit for bit with the

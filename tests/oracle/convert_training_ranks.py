@@ -1,10 +1,10 @@
 """One rank of test_convert_training.py, under torchrun: megatron.training's own arguments and load_checkpoint.
 
-    python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_training_ranks RUNS.json
+    python -m torch.distributed.run --nproc-per-node 4 -m tests.oracle.convert_training_ranks PLAN.json
 
 For every run: its command line is parsed and validated as ``pretrain_gpt.py`` does it, GPTModel built from those
 arguments with NaN everywhere, ``load_checkpoint`` called, and every parameter compared with the slice of the Hugging
-Face tensors (convert_layouts_ranks.Slices). CUDA is answered for by mst's bridge (engine/megatron/cpu.py).
+Face tensors (slices.py). CUDA is answered for by mst's bridge (engine/megatron/cpu.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import distributed as dist
 
 from mst_core.engine.megatron import cpu
-from tests.oracle.convert_layouts_ranks import Slices, fill, wanted, wrong
+from tests.oracle.convert_layouts_ranks import fill, wanted, wrong
+from tests.oracle.slices import Slices
 
 ALWAYS = (
     "--transformer-impl", "local", "--distributed-backend", "gloo", "--no-gradient-accumulation-fusion",

@@ -1,6 +1,6 @@
 """The one process of test_families_moe.py that runs megatron-core, alone in a gloo world of one.
 
-    python families_moe_process.py CASES.json PORT
+    python -m tests.oracle.families_moe_process PLAN.json PORT
 
 For every case: GPTModel of megatron-core's local spec from the family's settings, every parameter and buffer NaN, then
 loaded with the packed tensors under the local spec's names, which are written out here (MAPPINGS.md 1.6, 1.7), and its

@@ -1,6 +1,6 @@
 """The one process of test_families.py that runs megatron-core, alone in a gloo world of one.
 
-    python families_process.py CASES.json
+    python -m tests.oracle.families_process PLAN.json PORT
 
 For every case: GPTModel as the megatron engine builds it from the family's settings, every parameter NaN, then loaded
 strictly with the packed tensors, and its logits compared with those of transformers. Importing megatron costs 6 s of

@@ -7,11 +7,7 @@ HybridModel at several parallel sizes, bit for bit. Back: what those models save
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +20,7 @@ from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
 from mst_core.families import family_for
+from tests.launch import torchrun
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -33,10 +30,13 @@ ROWS = 64
 """Rows of the padded vocabulary, the same at every tensor parallel size."""
 QWEN: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
 QWEN2: dict[str, Any] = {**QWEN, "shared_expert_intermediate_size": 20}
-MLA: dict[str, Any] = {
+ROUTED: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": 8,
-    "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+MLA: dict[str, Any] = {
+    **ROUTED, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -48,13 +48,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], **QWEN},
     "qwen3-moe-tied": {"architectures": ["Qwen3MoeForCausalLM"], **QWEN, "tie_word_embeddings": True},
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], **MLA},
+    "deepseek-v3-mtp": {"architectures": ["DeepseekV3ForCausalLM"], **MLA, "num_nextn_predict_layers": 2},
+    "glm4-moe-mtp": {
+        "architectures": ["Glm4MoeForCausalLM"], **ROUTED, "num_hidden_layers": 3, "attention_bias": True,
+        "use_qk_norm": True, "num_nextn_predict_layers": 1,
+    },
+    "glm4-moe-mtp-tied": {
+        "architectures": ["Glm4MoeForCausalLM"], **ROUTED, "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "llama-6": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6, "tie_word_embeddings": True},
     "gpt-oss": {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 LAYOUTS = {
     "tp1": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "tp2pp2": (2, 2, 1, 1), "pp2vp2": (1, 2, 2, 1), "ep2": (1, 1, 1, 2),
-    "tp2ep2": (2, 1, 1, 2), "tp2ep2etp1": (2, 1, 1, 2),
+    "tp2ep2": (2, 1, 1, 2), "tp2ep2etp1": (2, 1, 1, 2), "pp2first1": (1, 2, 1, 1), "pp2last1": (1, 2, 1, 1),
+    "pp2vp2first2": (1, 2, 2, 1), "pp4ends": (1, 4, 1, 1), "pp2vp2both": (1, 2, 2, 1), "tp2pp2loss": (2, 2, 1, 1),
+    "pp4loss": (1, 4, 1, 1),
 }  # fmt: skip
 """tp, pp, vp, ep; experts are cut by tp too, but at "etp1", where only two of the four tp and ep ranks meet."""
+STAGES: dict[str, dict[str, int]] = {
+    "pp2first1": {"first_stage_layers": 1}, "pp2last1": {"last_stage_layers": 1},
+    "pp2vp2first2": {"first_stage_layers": 2}, "pp4ends": {"first_stage_layers": 1, "last_stage_layers": 1},
+    "pp2vp2both": {"account_for_embedding": True, "account_for_loss": True}, "tp2pp2loss": {"account_for_loss": True},
+    "pp4loss": {"account_for_loss": True},
+}  # fmt: skip
+FIELDS = {
+    "first_stage_layers": "num_layers_in_first_pipeline_stage",
+    "last_stage_layers": "num_layers_in_last_pipeline_stage",
+    "account_for_embedding": "account_for_embedding_in_pipeline_split",
+    "account_for_loss": "account_for_loss_in_pipeline_split",
+}  # fmt: skip
+"""What TransformerConfig calls the settings of uneven stages."""
 LOADED: dict[str, tuple[str, ...]] = {
     "llama": ("tp1", "tp2", "pp2vp2"),
     "llama-tied": ("tp1", "tp2pp2", "pp2vp2"),
@@ -62,10 +87,36 @@ LOADED: dict[str, tuple[str, ...]] = {
     "qwen2-moe": ("tp1", "tp2pp2", "ep2"),
     "qwen2-moe-mixed": ("tp2pp2", "ep2"),
     "qwen3-moe": ("tp1", "tp2pp2", "pp2vp2", "ep2", "tp2ep2", "tp2ep2etp1"),
-    "deepseek-v3": ("tp1", "pp2vp2", "ep2"),
+    "deepseek-v3": ("tp1", "tp2", "pp2vp2", "ep2"),
+    "deepseek-v3-mtp": ("tp1", "pp2vp2", "pp2first1", "ep2", "tp2ep2"),
+    "glm4-moe-mtp": ("tp2pp2loss", "pp4loss", "tp2ep2etp1"),
+    "glm4-moe-mtp-tied": ("tp2pp2loss",),
+    "llama-6": ("pp2first1", "pp2last1", "pp2vp2first2", "pp4ends", "pp2vp2both"),
     "gpt-oss": ("tp1", "pp2vp2", "ep2", "tp2ep2etp1"),
 }
-PER_LAYER_ONLY = ("deepseek-v3", "qwen2-moe-mixed")
+DEALT = {
+    ("llama-6", "pp2first1"): [[1], [5]],
+    ("llama-6", "pp2last1"): [[5], [1]],
+    ("llama-6", "pp2vp2first2"): [[1, 1], [2, 2]],
+    ("llama-6", "pp4ends"): [[1], [2], [2], [1]],
+    ("llama-6", "pp2vp2both"): [[1, 2], [2, 1]],
+    ("glm4-moe-mtp", "tp2pp2loss"): [[2], [1]],
+    ("glm4-moe-mtp", "pp4loss"): [[1], [1], [1], [0]],
+}
+"""The layers that megatron-core itself gives to the virtual stages of each stage."""
+PER_LAYER_ONLY = ("deepseek-v3", "qwen2-moe-mixed", "deepseek-v3-mtp", "glm4-moe-mtp")
+LEGACY_ONLY = ("glm4-moe-mtp-tied",)
+"""``sharded_state_dict`` of a tied model with MTP layers and pipeline stages fails in megatron-core 0.19 itself: it
+asserts that the last stage has no output layer, which the same model has built."""
+
+
+def forms_of(name: str) -> tuple[str, ...]:
+    """The torch_dist forms of a case."""
+    if name in LEGACY_ONLY:
+        return ()
+    return ("per-layer",) if name in PER_LAYER_ONLY else ("stacked", "per-layer")
+
+
 SAVED: dict[tuple[str, str], tuple[str, ...]] = {
     ("llama", "tp2"): ("legacy",),
     ("llama-tied", "tp2pp2"): ("legacy-uneven",),
@@ -77,7 +128,15 @@ SAVED: dict[tuple[str, str], tuple[str, ...]] = {
     ("qwen3-moe", "pp2vp2"): ("legacy",),
     ("qwen3-moe", "ep2"): ("legacy",),
     ("qwen3-moe", "tp2ep2"): ("stacked", "legacy"),
+    ("deepseek-v3", "tp2"): ("per-layer", "legacy"),
     ("deepseek-v3", "ep2"): ("per-layer", "legacy"),
+    ("deepseek-v3-mtp", "pp2first1"): ("per-layer", "legacy"),
+    ("deepseek-v3-mtp", "pp2vp2"): ("legacy",),
+    ("glm4-moe-mtp", "pp4loss"): ("legacy", "legacy-layout"),
+    ("glm4-moe-mtp", "tp2pp2loss"): ("per-layer", "legacy"),
+    ("glm4-moe-mtp-tied", "tp2pp2loss"): ("legacy",),
+    ("llama-6", "pp2vp2both"): ("legacy",),
+    ("llama-6", "pp4ends"): ("legacy",),
     ("gpt-oss", "ep2"): ("stacked", "legacy"),
     ("gpt-oss", "tp2ep2etp1"): ("stacked", "legacy"),
     ("qwen3-moe", "tp2ep2etp1"): ("legacy",),
@@ -109,18 +168,19 @@ def case_of(where: Path, name: str) -> dict[str, Any]:
     case: dict[str, Any] = {"hf": str(hf), "vocab_rows": ROWS, "layouts": LOADED[name], "dist": {}, "legacy": {}}
     config = {**SIZES, **CONFIGS[name]}
     case["settings"] = family_for(config).megatron(config)
-    for form in ("per-layer",) if name in PER_LAYER_ONLY else ("stacked", "per-layer"):
+    if mtp := config.get("num_nextn_predict_layers"):
+        case["settings"]["transformer"]["mtp_num_layers"] = mtp
+    for form in forms_of(name):
         out = where / f"{name}-{form}"
         convert(model=hf, to="megatron", out=out, spec="local", form=form, vocab_padding=ROWS, verify="none")
         case["dist"][form] = str(out)
     for layout in LOADED[name]:
-        if layout.endswith("etp1"):
-            continue  # mst-convert writes no such ranks
         tp, pp, vp, ep = LAYOUTS[layout]
         out = where / f"{name}-legacy-{layout}"
         convert(
             model=hf, to="megatron-legacy", out=out, spec="local", experts="sequential", tp=tp, pp=pp, vp=vp, ep=ep,
-            vocab_padding=ROWS // 2 // tp, verify="none",
+            etp=1 if layout.endswith("etp1") else None, vocab_padding=ROWS // 2 // tp, verify="none",
+            **STAGES.get(layout, {}),
         )  # fmt: skip
         case["legacy"][layout] = str(out)
     case["save"] = {
@@ -149,54 +209,42 @@ def hybrid_of(where: Path, name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("layouts")
-    plan: dict[str, Any] = {"out": str(where), "cases": {name: case_of(where, name) for name in LOADED}}
+    plan: dict[str, Any] = {"cases": {name: case_of(where, name) for name in LOADED}}
     plan["hybrids"] = {name: hybrid_of(where, name) for name in HYBRIDS}
     keys = ("tp", "pp", "vp", "ep")
     plan["layouts"] = [
-        {"name": name, **dict(zip(keys, sizes, strict=True)), "etp": 1 if name.endswith("etp1") else sizes[0]}
+        {
+            "name": name,
+            **dict(zip(keys, sizes, strict=True)),
+            "etp": 1 if name.endswith("etp1") else sizes[0],
+            "fields": {FIELDS[key]: value for key, value in STAGES.get(name, {}).items()},
+        }
         for name, sizes in LAYOUTS.items()
     ]
-    (where / "cases.json").write_text(json.dumps(plan))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("convert_layouts_ranks.py")), str(where / "cases.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, _last(done.stderr)
-    plan["ranks"] = [json.loads((where / f"rank-{rank}.json").read_text()) for rank in range(4)]
-    plan["where"] = where
+    plan["ranks"] = torchrun("tests.oracle.convert_layouts_ranks", plan, where)
     return plan
-
-
-def _last(text: str) -> str:
-    """The end of the first rank's traceback."""
-    lines = [line for line in text.splitlines() if line.startswith("[rank0]")]
-    return "\n".join(lines[-30:]) or text[-3000:]
 
 
 PAIRS = [(name, layout) for name, layouts in LOADED.items() for layout in layouts]
 
 
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
+@pytest.mark.parametrize(("name", "layout"), [pair for pair in PAIRS if pair[0] not in LEGACY_ONLY])
 def test_torch_dist_loads_at_default_strictness_bit_for_bit(ran: dict[str, Any], name: str, layout: str) -> None:
     for rank in ran["ranks"]:
         found = rank[f"{name} {layout}"]
-        assert found["tensors"] > 10
-        forms = ["per-layer"] if name in PER_LAYER_ONLY else ["stacked", "per-layer"]
-        assert {form: found["wrong"][form] for form in forms} == {form: [] for form in forms}
+        assert found["tensors"] > 6
+        assert {form: found["wrong"][form] for form in forms_of(name)} == {form: [] for form in forms_of(name)}
 
 
-@pytest.mark.parametrize(("name", "layout"), [pair for pair in PAIRS if not pair[1].endswith("etp1")])
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_legacy_ranks_load_strictly_bit_for_bit(ran: dict[str, Any], name: str, layout: str) -> None:
     for rank in ran["ranks"]:
         assert rank[f"{name} {layout}"]["wrong"]["legacy"] == []
         assert rank[f"{name} {layout}"]["extra"] == []
+    if dealt := DEALT.get((name, layout)):
+        assert [each for each in dealt for _ in range(4 // len(dealt))] == [
+            rank[f"{name} {layout}"]["layers"] for rank in ran["ranks"]
+        ]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
@@ -226,8 +274,10 @@ def test_what_megatron_saved_comes_back_bit_for_bit(
     case = ran["cases"][name]
     saved = Path(case["save"][layout][form]).parent
     (saved / "latest_checkpointed_iteration.txt").write_text("7\n")
+    if form == "legacy-layout":
+        assert [rank[f"{name} {layout}"]["saved_layers"] for rank in ran["ranks"]] == [[1], [2], [0], [0]]
     if form == "legacy-uneven":
-        assert sorted({rank[f"{name} {layout}"]["layers"] for rank in ran["ranks"]}) == [1, 3]
+        assert sorted({rank[f"{name} {layout}"]["saved_layers"][0] for rank in ran["ranks"]}) == [1, 3]
     back = convert(model=saved, to="hf", out=tmp_path / "back", hf_config=Path(case["hf"]), weights_only=True)
     _equal(Path(case["hf"]), back)
 

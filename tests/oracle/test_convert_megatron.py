@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
 from mst_core import families, tensors
+from tests.launch import torchrun
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
@@ -55,7 +52,7 @@ def ran(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     from transformers import AutoModelForCausalLM
 
     where = tmp_path_factory.mktemp("oracle")
-    plan: dict[str, Any] = {"out": str(where), "cases": {}}
+    plan: dict[str, Any] = {"cases": {}}
     for name, case in CASES.items():
         hf = tiny_hf(case["family"], **case["dims"])
         if "rope" in case:
@@ -76,28 +73,8 @@ def ran(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
             "settings": families.family_for(config).megatron(config),
             **({"save": str(where / f"{name}-saved" / "iter_0000007")} if case.get("save") else {}),
         }
-    (where / "cases.json").write_text(json.dumps(plan))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("convert_ranks.py")), str(where / "cases.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, _last(done.stderr)
-    plan["ranks"] = [json.loads((where / f"rank-{rank}.json").read_text()) for rank in range(4)]
-    plan["where"] = where
+    plan["ranks"] = torchrun("tests.oracle.convert_ranks", plan, where)
     return plan
-
-
-def _last(text: str) -> str:
-    """The end of the first rank's traceback."""
-    lines = [line for line in text.splitlines() if line.startswith("[rank0]")]
-    return "\n".join(lines[-30:]) or text[-3000:]
 
 
 @pytest.mark.parametrize("name", CASES)

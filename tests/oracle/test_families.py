@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from mst_core import families, tensors
 from mst_core.errors import InputError
 from mst_core.families import family_for, pack, tasks, unpack
+from tests.launch import alone
 
 DIMS: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -87,22 +83,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ran(saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("found")
-    plan = {"out": str(where), "cases": {name: str(saved[name]) for name in BUILT}}
-    (where / "cases.json").write_text(json.dumps(plan))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("families_process.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(where / "cases.json"), str(port)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads((where / "found.json").read_text())
-    return found
+    plan = {"cases": {name: str(saved[name]) for name in BUILT}}
+    return alone("tests.oracle.families_process", plan, where)
 
 
 def known(directory: Path) -> families.Model:

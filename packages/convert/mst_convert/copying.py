@@ -44,7 +44,7 @@ MARK = ""
 
 
 class _Part(NamedTuple):
-    """Bytes ``first`` to ``first + nbytes`` of a segment. ``ends``: its last ones."""
+    """Bytes ``first`` to ``first + nbytes`` of a segment. ``ends``: the last ones of its entry."""
 
     first: int
     nbytes: int
@@ -208,10 +208,11 @@ class Copying:
         room = _room(out, 0)
         for segment in file.segments():
             content, nbytes = self._content(segment), archive.size(segment)
+            goes_on = isinstance(segment, Array) and segment.goes_on
             first = 0
             while True:
                 took = min(room, nbytes - first)
-                piece.parts.append(_Part(first, took, content, first + took == nbytes))
+                piece.parts.append(_Part(first, took, content, first + took == nbytes and not goes_on))
                 piece.nbytes += took
                 first, room = first + took, room - took
                 if not room:

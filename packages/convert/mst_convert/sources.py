@@ -315,7 +315,7 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
         weight_files=lambda: _files(stored, source),
         left=sentences,
         optimizer=any(key.startswith(("optimizer.", "chained_")) for key in state),
-        copies=_shipped(model, encoding),
+        copies=shipped(model, encoding),
         vocab_rows=rows,
         dialect=encoding.get("dialect"),
     )
@@ -326,7 +326,7 @@ def _shape(task: Task, part: Part) -> tuple[int, ...]:
     return task.shape if part.rows == task.rows else (part.rows, *task.shape[1 + (task.experts is not None) :])
 
 
-def _shipped(model: Model, encoding: Mapping[str, Any]) -> tuple[str, ...]:
+def shipped(model: Model, encoding: Mapping[str, Any]) -> tuple[str, ...]:
     """The copies that the Hugging Face source had, so that the way back has them too."""
     shipped = encoding.get("duplicates", [])
     return tuple(name for name in model.duplicates() if name in shipped)

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from mst_convert.accounts import known_faults
-from mst_convert.sources import EMBEDDING, Source, config_dir, manifest_of, read_model
+from mst_convert.sources import EMBEDDING, Source, config_dir, manifest_of, read_model, shipped
 from mst_core import legacy, megatron_names
 from mst_core.blocks import Array, Block, Place, check_tiles
 from mst_core.errors import InputError, MstError, many
@@ -35,7 +35,8 @@ def open_legacy(place: Path, hf_config: Path | None) -> Source:
     ranks = legacy.read(place)
     parent = manifest_of(place)
     hf_dir = config_dir(place, hf_config)
-    config, model = read_model(hf_dir, dialect=(parent.encoding if parent else {}).get("dialect"))
+    encoding = parent.encoding if parent else {}
+    config, model = read_model(hf_dir, dialect=encoding.get("dialect"))
     work = tasks(model)
     parts, copies, faults = _sort(ranks, model, work)
     tp = max(rank.tp for rank in ranks) + 1
@@ -50,8 +51,7 @@ def open_legacy(place: Path, hf_config: Path | None) -> Source:
     if faults:
         raise many(faults, what=f"{place} does not hold a {model.family.architecture}:", hint="is it the right config?")
     embedding = next(task for task in work if task.native.endswith(EMBEDDING))
-    for block, copied in zip(blocks[embedding.native], copies, strict=False):
-        replicas.append((copied, block.array))
+    replicas += [(copied, blocks[embedding.native][rank].array) for rank, copied in copies]
     rows = max(block.row + block.rows for block in blocks[embedding.native])
     training = sorted({name for rank in ranks for name in rank.training})
     left = [f"training state: {', '.join(training)}"] if training else []
@@ -73,23 +73,27 @@ def open_legacy(place: Path, hf_config: Path | None) -> Source:
         weight_files=lambda: [rank.file for rank in ranks],
         left=left,
         optimizer="optimizer" in training,
+        copies=shipped(model, encoding),
         replicas=replicas,
         vocab_rows=rows,
+        dialect=encoding.get("dialect"),
     )
 
 
 def _sort(
     ranks: list[Rank], model: Model, work: list[Task]
-) -> tuple[dict[str, list[_Part]], list[Array], list[MstError]]:
-    """Which task each tensor of each rank belongs to; the copies of a tied embedding; what belongs nowhere."""
+) -> tuple[dict[str, list[_Part]], list[tuple[int, Array]], list[MstError]]:
+    """Which task each tensor of each rank belongs to; a tied embedding's copies, with their tensor rank; faults."""
     names: dict[str, Task] = {}
     for task in work:
         for spec in ("te", "local"):
-            names[megatron_names.state_name(task.native, "te" if spec == "te" else "local")] = task
+            name = megatron_names.state_name(task.native, "te" if spec == "te" else "local")
+            # Older megatron-core calls the body of an MTP layer what torch_dist keys still call it.
+            names |= {name: task, name.replace(".mtp_model_layer.", ".transformer_layer."): task}
     first = _first_layers(ranks, model)
     experts = model.dims.more.get("experts", 0) // (max(rank.ep for rank in ranks) + 1)
     parts: dict[str, list[_Part]] = {}
-    copies: list[Array] = []
+    copies: list[tuple[int, Array]] = []
     unknown: list[str] = []
     for rank in ranks:
         for stage, tensors in enumerate(rank.stages):
@@ -100,7 +104,7 @@ def _sort(
                         task = names[native]
                         parts.setdefault(task.native, []).append(_Part(rank, rank.ep * experts + expert, array))
                     elif model.tied and native.endswith(HEAD):
-                        copies.append(array)
+                        copies.append((rank.tp, array))
                     else:
                         unknown.append(f"{rank.file.parent.name}: {key}")
     faults = known_faults(dict.fromkeys(unknown))
@@ -185,7 +189,7 @@ def _place(task: Task, parts: list[_Part], tp: int, replicas: list[tuple[Array, 
 def _cut(task: Task, base: int, rows: int, shards: list[Array], replicas: list[tuple[Array, Array]]) -> list[Block]:
     """One matrix from the shards of its tensor parallel ranks."""
     first, columns, tp = shards[0], task.columns, len(shards)
-    axis = megatron_names.tensor_parallel_axis(task.native)
+    axis = megatron_names.tensor_parallel_axis(task.native, "te")
     vocabulary = task.native.endswith((EMBEDDING, HEAD))
     if any((s.rows, s.columns) != (first.rows, first.columns) for s in shards):
         raise InputError("its tensor parallel parts differ in shape", where=task.native)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import AliasChoices, ByteSize, Field, model_validator
 
 from mst_core.spec import Spec
 
+STAGES = ("first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss")
+"""Settings that make pipeline stages uneven."""
 ONLY: dict[str, tuple[str, ...]] = {
     "vocab_padding": ("megatron", "megatron-legacy"),
     "spec": ("megatron", "megatron-legacy"),
@@ -17,6 +19,8 @@ ONLY: dict[str, tuple[str, ...]] = {
     "pp": ("megatron-legacy",),
     "vp": ("megatron-legacy",),
     "ep": ("megatron-legacy",),
+    "etp": ("megatron-legacy",),
+    **dict.fromkeys(STAGES, ("megatron-legacy",)),
     "experts": ("megatron-legacy",),
     "max_shard_size": ("hf", "megatron"),
 }
@@ -45,12 +49,62 @@ class ConvertSpec(Spec):
     form: Literal["stacked", "per-layer"] | None = Field(
         None, description="--to megatron: layers in one tensor, or each its own; stacked where all layers are alike"
     )
-    tp: int = Field(1, ge=1, description="--to megatron-legacy: tensor parallel size")
-    pp: int = Field(1, ge=1, description="--to megatron-legacy: pipeline parallel size")
-    vp: int = Field(1, ge=1, description="--to megatron-legacy: virtual pipeline stages of each rank")
-    ep: int = Field(1, ge=1, description="--to megatron-legacy: expert parallel size")
-    experts: Literal["grouped", "sequential"] = Field(
-        "grouped", description="--to megatron-legacy: names of experts, TEGroupedMLP's or SequentialMLP's"
+    tp: int = Field(
+        1,
+        ge=1,
+        description="--to megatron-legacy: tensor parallel size",
+        validation_alias=AliasChoices("tp", "tensor_model_parallel_size"),
+    )
+    pp: int = Field(
+        1,
+        ge=1,
+        description="--to megatron-legacy: pipeline parallel size",
+        validation_alias=AliasChoices("pp", "pipeline_model_parallel_size"),
+    )
+    vp: int = Field(
+        1,
+        ge=1,
+        description="--to megatron-legacy: virtual pipeline stages of each rank",
+        validation_alias=AliasChoices("vp", "num_virtual_stages_per_pipeline_rank"),
+    )
+    ep: int = Field(
+        1,
+        ge=1,
+        description="--to megatron-legacy: expert parallel size",
+        validation_alias=AliasChoices("ep", "expert_model_parallel_size"),
+    )
+    etp: int | None = Field(
+        None,
+        ge=1,
+        description="--to megatron-legacy: tensor parallel size of experts (default: --tp)",
+        validation_alias=AliasChoices("etp", "expert_tensor_parallel_size"),
+    )
+    first_stage_layers: int | None = Field(
+        None,
+        ge=1,
+        description="--to megatron-legacy: layers of the first pipeline stage; the others share the rest evenly",
+        validation_alias=AliasChoices("first_stage_layers", "decoder_first_pipeline_num_layers"),
+    )
+    last_stage_layers: int | None = Field(
+        None,
+        ge=1,
+        description="--to megatron-legacy: layers of the last pipeline stage",
+        validation_alias=AliasChoices("last_stage_layers", "decoder_last_pipeline_num_layers"),
+    )
+    account_for_embedding: bool = Field(
+        False,
+        description="--to megatron-legacy: the embedding takes the place of a layer on the first stage",
+        validation_alias=AliasChoices("account_for_embedding", "account_for_embedding_in_pipeline_split"),
+    )
+    account_for_loss: bool = Field(
+        False,
+        description="--to megatron-legacy: the loss takes the place of a layer on the last stage",
+        validation_alias=AliasChoices("account_for_loss", "account_for_loss_in_pipeline_split"),
+    )
+    experts: Literal["grouped", "sequential", "legacy-grouped"] = Field(
+        "grouped",
+        description="--to megatron-legacy: names of experts, TEGroupedMLP's, SequentialMLP's or those of GroupedMLP,"
+        " which megatron-core had up to 0.16",
     )
     max_shard_size: ByteSize = Field(
         ByteSize(5_000_000_000), description="largest weight file, as 5GB or 500MB (not of megatron-legacy)"
@@ -86,6 +140,26 @@ class ConvertSpec(Spec):
         if self.to == "megatron-legacy" and self.spec == "hybrid":
             raise ValueError("--spec hybrid belongs to --to megatron: HybridModel has no legacy checkpoints")
         return self
+
+    @model_validator(mode="after")
+    def _sizes_are_megatrons(self) -> Self:
+        """What Megatron refuses of parallel sizes, whatever the model."""
+        fixed = self.first_stage_layers is not None or self.last_stage_layers is not None
+        if self.pp == 1 and (fixed or self.vp > 1):
+            raise ValueError("--vp, --first-stage-layers and --last-stage-layers need --pp of 2 or more")
+        if fixed and (self.account_for_embedding or self.account_for_loss):
+            raise ValueError("--account-for-embedding and --account-for-loss are for stages of equal size")
+        if self.tp % self.expert_tp:
+            # Ranks of the same tensor and expert rank would hold different parts of experts in one file.
+            raise ValueError(
+                f"--etp {self.etp} does not divide --tp {self.tp}, and legacy files are named by tp and ep"
+            )
+        return self
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of experts."""
+        return self.etp or self.tp
 
     @property
     def parts(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from mst_convert.plan import CARRIED, ConvertPlan
 from mst_convert.reading import Sources
 from mst_convert.recipe import Recipe
 from mst_convert.sources import Source
-from mst_convert.spec import ConvertSpec
+from mst_convert.spec import STAGES, ConvertSpec
 from mst_convert.targets import Target
 from mst_core import checkpoint, console, files, manifest, torch_dist, untrusted
 from mst_core.blocks import Array
@@ -140,8 +140,9 @@ def _encoding(spec: ConvertSpec, source: Source, target: Target) -> dict[str, An
         **kept,
     }
     if spec.to == "megatron-legacy":
-        sizes = {"tp": spec.tp, "pp": spec.pp, "vp": spec.vp, "ep": spec.ep}
-        return {"spec": spec.spec, "experts": spec.experts, **sizes, **common}
+        names = ("spec", "experts", "tp", "pp", "vp", "ep", "etp", *STAGES)
+        told = {name: getattr(spec, name) for name in names}
+        return {**{name: value for name, value in told.items() if value not in (None, False)}, **common}
     return {"spec": spec.spec, "form": target.form, **common}
 
 

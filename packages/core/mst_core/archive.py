@@ -36,17 +36,22 @@ Segment = bytes | Array | Late
 """What a file is made of, one after another."""
 
 
+Entry = tuple[str, bytes | Array | Sequence[Array]]
+"""The name of an entry and its content; several arrays are one tensor, and all but the last ``goes_on``."""
+
+
 def size(segment: Segment) -> int:
     """Bytes of a segment."""
     return len(segment) if isinstance(segment, bytes) else segment.nbytes
 
 
-def segments(entries: Sequence[tuple[str, bytes | Array]]) -> Iterator[Segment]:
+def segments(entries: Sequence[Entry]) -> Iterator[Segment]:
     """An archive of ``entries`` ("data.pkl", "data/0", ...), in order. All arrays of it come before its Late tail."""
     position = arrays = 0
     places: list[tuple[bytes, bytes, int, int, int | None]] = []  # path, zip64 sizes, size, offset, crc
     for name, content in entries:
-        path, nbytes = f"archive/{name}".encode(), size(content)
+        parts = [content] if isinstance(content, bytes | Array) else content
+        path, nbytes = f"archive/{name}".encode(), sum(map(size, parts))
         crc = zlib.crc32(content) if isinstance(content, bytes) else None
         # Over 4 GiB the sizes move to a zip64 field, of which a reader finds the bytes in both headers.
         zip64 = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= LIMIT else b""
@@ -60,7 +65,7 @@ def segments(entries: Sequence[tuple[str, bytes | Array]]) -> Iterator[Segment]:
         )
         places.append((path, zip64, nbytes, position, crc))
         yield local + zip64 + padding
-        yield content
+        yield from parts
         position += len(local) + extra + nbytes
         if crc is None:
             descriptor = partial(_descriptor, number=arrays, nbytes=nbytes, wide=bool(zip64))
@@ -71,19 +76,19 @@ def segments(entries: Sequence[tuple[str, bytes | Array]]) -> Iterator[Segment]:
     yield Late(tail, lambda crcs: _tail(places, crcs, position), closes=True)
 
 
-def length(entries: Sequence[tuple[str, bytes | Array]]) -> int:
+def length(entries: Sequence[Entry]) -> int:
     """Bytes of the whole archive."""
     return sum(map(size, segments(entries)))
 
 
-def object_entries(pickled: bytes) -> list[tuple[str, bytes | Array]]:
+def object_entries(pickled: bytes) -> list[Entry]:
     """The entries of an archive without tensors."""
     return [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
 
 
-def tensor_entries(pickled: bytes, arrays: Sequence[Array]) -> list[tuple[str, bytes | Array]]:
+def tensor_entries(pickled: bytes, arrays: Sequence[Array | Sequence[Array]]) -> list[Entry]:
     """The entries of an archive of ``pickled`` and its storages 0, 1, ..."""
-    data: list[tuple[str, bytes | Array]] = [(f"data/{number}", array) for number, array in enumerate(arrays)]
+    data: list[Entry] = [(f"data/{number}", array) for number, array in enumerate(arrays)]
     return [("data.pkl", pickled), ("byteorder", b"little"), *data, ("version", b"3\n")]
 
 
@@ -98,7 +103,7 @@ class Sink(Protocol):
     def write(self, data: Any, /) -> Any: ...
 
 
-def write(file: Sink, entries: Sequence[tuple[str, bytes | Array]], data: memoryview | None = None) -> int:
+def write(file: Sink, entries: Sequence[Entry], data: memoryview | None = None) -> int:
     """Write an archive whose one array, if it has one, is ``data``. Returns its length in bytes."""
     written, crcs = 0, []
     for segment in segments(entries):

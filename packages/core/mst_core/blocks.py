@@ -54,6 +54,7 @@ class Array:
 
     transposed   stored as [columns, rows]
     coded        quantised: ``dtype`` is that of the elements once they are computed
+    goes_on      the next array is written behind it as a part of the same stored tensor
     """
 
     name: str
@@ -63,6 +64,7 @@ class Array:
     place: Place | None = field(default=None, compare=False)
     transposed: bool = False
     coded: Coded | None = field(default=None, compare=False)
+    goes_on: bool = False
 
     @property
     def nbytes(self) -> int:

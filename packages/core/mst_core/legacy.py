@@ -1,7 +1,8 @@
 """Legacy Megatron checkpoints: one ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` a rank, read and named without torch.
 
 A rank's file is a ``torch.save`` dictionary: ``model`` (``model0``, ``model1``, ... with virtual pipeline stages) and,
-of runs, optimizer and random state. Layer and expert numbers in it start from 0 on each rank (MAPPINGS.md 1.9).
+of runs, optimizer and random state. Layer and expert numbers in it start from 0 on each rank (MAPPINGS.md 1.9). Which
+layers and which experts a rank has is said here too (``deal``, ``meeting``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ RANK = re.compile(r"mp_rank_(\d+)(?:_(\d{3}))?(?:_(\d{3}))?")
 VIRTUAL = re.compile(r"model[0-9]{1,9}")
 STATE = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine", "num_floating_point_operations_so_far")
 EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,49 @@ def rank_dir(tp: int, pp: int, ep: int, pipeline: bool, experts: bool) -> str:
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pipeline else "") + (f"_{ep:03d}" if experts else "")
 
 
+def deal(
+    layers: int,
+    pp: int,
+    vp: int,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+) -> dict[tuple[int, int], range]:
+    """The decoder layers of each (virtual stage, stage), as megatron-core 0.19's ``get_num_layers_to_build`` and
+    ``get_transformer_layer_offset`` deal them. InputError where they refuse.
+
+    first, last       layers of the first and the last stage, all its virtual ones together; the rest is dealt evenly
+    embedding, loss   the embedding and the loss take the place of a layer
+    """
+    fixed = {stage: count for stage, count in ((0, first), (pp - 1, last)) if count is not None}
+    left, between = layers + embedding + loss - sum(fixed.values()), pp - len(fixed)
+    each = left // between if between else 0
+    counts = [fixed.get(stage, each) for stage in range(pp)]
+    if left != each * between or (between and each < 1) or any(count % vp for count in counts):
+        given = {"--first-stage-layers": first, "--last-stage-layers": last}
+        given |= {"--account-for-embedding": embedding or None, "--account-for-loss": loss or None}
+        said = "".join(f", {flag}{f' {n}' * (n is not True)}" for flag, n in given.items() if n is not None)
+        raise InputError(
+            f"{layers} layers do not divide into --pp {pp} times --vp {vp}{said}",
+            hint=None if said else "--first-stage-layers and --last-stage-layers make stages uneven",
+        )
+    found, start = {}, 0
+    for virtual in range(vp):
+        for stage in range(pp):
+            taken = (embedding and (virtual, stage) == (0, 0)) + (loss and (virtual, stage) == (vp - 1, pp - 1))
+            found[virtual, stage] = range(start, start + counts[stage] // vp - taken)
+            start = found[virtual, stage].stop
+    return found
+
+
+def meeting(tp: int, ep: int, etp: int) -> set[tuple[int, int]]:
+    """The pairs of tensor and expert rank that a stage has: of its processes, number r is tensor rank r % TP and expert
+    rank r // ETP % EP. All pairs where ETP is TP."""
+    return {(rank % tp, rank // etp % ep) for rank in range(lcm(tp, etp * ep))}
+
+
 def read(model_dir: Path) -> list[Rank]:
     """All ranks of a checkpoint. InputError: unreadable or missing files, formats before Megatron core's names."""
     directory = torch_dist.iteration_dir(model_dir)
@@ -76,8 +121,8 @@ def read(model_dir: Path) -> list[Rank]:
             twos.append(rank)
     if not ranks:
         raise InputError("holds no mp_rank_* directories", where=directory)
-    # mp_rank_00_001 is the second stage, or the second expert rank: there every rank has the embedding.
-    if twos and all(EMBEDDING in rank.stages[0] for rank in twos):
+    # mp_rank_00_001 is the second stage, or the second expert rank: there every rank has both ends of the model.
+    if twos and all(EMBEDDING in rank.stages[0] and FINAL_NORM in rank.stages[-1] for rank in twos):
         for rank in twos:
             rank.pp, rank.ep = 0, rank.pp
     _check_all_there({(rank.tp, rank.pp, rank.ep) for rank in ranks}, directory)
@@ -86,14 +131,13 @@ def read(model_dir: Path) -> list[Rank]:
 
 def _check_all_there(have: set[tuple[int, int, int]], directory: Path) -> None:
     """Refuse a missing rank. On each stage are all tensor times expert ranks or, with an expert tensor parallel size
-    below TP, those that meet: process r is tensor rank r % TP and expert rank r // ETP % EP."""
+    below TP, those that meet."""
     tps, pps, eps = (max(numbers) + 1 for numbers in zip(*have, strict=True))
     for etp in range(1, min(tps, len(have))):
-        count = lcm(tps, etp * eps)
-        if tps % etp == 0 and count * pps == len(have):
-            met = {(rank % tps, pp, rank // etp % eps) for rank in range(count) for pp in range(pps)}
-            if met == have:
-                return
+        if tps % etp or lcm(tps, etp * eps) * pps != len(have):
+            continue
+        if have == {(tp, pp, ep) for tp, ep in meeting(tps, eps, etp) for pp in range(pps)}:
+            return
     for tp in range(tps):
         for pp in range(pps):
             for ep in range(eps):

@@ -121,7 +121,7 @@ def naming(model: Model, spec: Spec, form: Form) -> Naming:
         )
     if spec == "hybrid":
         kinds = {"moe" in facts for facts in model.layer_facts} or {False}
-        if len(kinds) > 1 or model.dims.more.get("mtp"):
+        if len(kinds) > 1 or "mtp" in model.facts:
             raise InputError("dense and MoE layers mixed, or MTP layers, have no hybrid pattern that Megatron reads")
         form = "per-layer"
     return Naming(spec, form, is_mla(model))
@@ -163,10 +163,14 @@ SHARDED_ROWS = (
     "eh_proj.weight",
 )
 SHARDED_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 
 
-def tensor_parallel_axis(native: str) -> int | None:
-    """0: tensor parallelism cuts the rows, 1: the columns, None: every rank has all (MAPPINGS.md 1.3)."""
-    if native.endswith(SHARDED_ROWS):
+def tensor_parallel_axis(native: str, spec: Spec) -> int | None:
+    """0: tensor parallelism cuts the rows, 1: the columns, None: every rank has all (MAPPINGS.md 1.3).
+
+    The local spec cuts MLA's down projections, which TransformerEngine's duplicates.
+    """
+    if native.endswith(SHARDED_ROWS) or (spec == "local" and native.endswith(LATENT_DOWN)):
         return 0
     return 1 if native.endswith(SHARDED_COLUMNS) else None

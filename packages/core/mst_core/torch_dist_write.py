@@ -65,7 +65,7 @@ class Layout:
     def __init__(
         self, chunks: Sequence[tuple[Written, Array]], objects: Iterable[tuple[str, Any]], max_file_bytes: int
     ) -> None:
-        parts: list[list[list[tuple[str, bytes | Array]]]] = [[]]
+        parts: list[list[list[archive.Entry]]] = [[]]
         lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._places: list[Place] = []
         self._chunks = [chunk for chunk, _ in chunks]
