@@ -20,10 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from mst_convert import plan as convert_planning
 from mst_convert.adapters import names as naming
 from mst_convert.adapters import plan as planning
 from mst_convert.adapters import work as working
 from mst_convert.adapters.spec import AdapterSpec
+from mst_convert.merge import plan as merge_planning
+from mst_convert.merge.spec import MergeSpec
+from mst_convert.spec import ConvertSpec
 from mst_core import checkpoint, manifest
 from mst_core.errors import InputError, SettingsError
 from mst_core.families import family_for
@@ -507,6 +511,20 @@ def test_refused_checkpoints(tiny_hf: TinyHF, tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump({"peft": {"_target_": "megatron.bridge.peft.dora.DoRA", "alpha": 8}}))
     with pytest.raises(InputError, match="is of the kind DoRA"):
         convert(model=made, to="peft", out=tmp_path / "no")
+
+
+def test_an_adapter_is_no_model(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    """mst-convert and mst-merge say which command takes it."""
+    base = tiny_hf("llama")
+    for to in ("megatron-bridge", "mcore-bridge"):
+        made = convert(model=make_peft(tmp_path / f"p-{to}", base), to=to, base=base, out=tmp_path / to)
+        for out in ("hf", "megatron"):
+            with pytest.raises(InputError, match="is an adapter of Megatron-Bridge or mcore-bridge") as caught:
+                convert_planning.plan(ConvertSpec(model=str(made), to=out, out=tmp_path / "no"))
+            assert f"mst-convert adapter --model {made} --to peft" in str(caught.value.hint)
+        with pytest.raises(InputError, match=r"no adapter_config\.json") as caught:
+            merge_planning.plan(MergeSpec(model=str(base), adapter=(str(made),), out=tmp_path / "no"))
+        assert f"mst-convert adapter --model {made} --to peft" in str(caught.value.hint)
 
 
 def test_rslora_needs_a_whole_alpha_for_ms_swift(tiny_hf: TinyHF, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ size n of the run that saves or loads:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mst_core.families import Model, Region, Task, tasks
@@ -34,6 +35,15 @@ TARGETS = {
 """CanonicalLoRA's adapters, and what its ``target_modules`` calls them."""
 BRIDGE = re.compile(r"(?P<module>.+)\.adapter\.((?P<part>adapter_(q|k|v|gate|up))\.)?linear_(?P<which>in|out)\.weight")
 MCORE = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.(?P<name>[^.]+)\.weight")
+
+TRAINING = ("optimizer.", "chained_", "rng_state")
+"""What the keys of training state begin with."""
+
+
+def is_adapter(keys: Iterable[str]) -> bool:
+    """Whether a torch_dist checkpoint holds an adapter of a bridge and nothing else but training state."""
+    kept = [key for key in keys if not key.startswith(TRAINING)]
+    return bool(kept) and all(BRIDGE.fullmatch(key) or MCORE.fullmatch(key) for key in kept)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from mst_convert.adapters.lora import Factor, Lora, Pair
-from mst_convert.adapters.names import BRIDGE, MCORE, Site, gate_up_by_rank, halves_by_rank
+from mst_convert.adapters.names import BRIDGE, MCORE, TRAINING, Site, gate_up_by_rank, halves_by_rank
 from mst_core import torch_dist
 from mst_core.errors import InputError, MstError, many
 from mst_core.families import Region, Task, unpack_rows
@@ -22,7 +22,6 @@ from mst_core.untrusted import MAX_JSON, read_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRAINING = ("optimizer.", "chained_", "rng_state")
 RUN_CONFIG = "run_config.yaml"
 ARGS = "args.json"
 
