@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from mst_core import checkpoint
 from tests.convert.test_adapters import assert_equal, convert, stored
 from tests.oracle.test_merge_peft import adapt, by_peft, load, logits
-from tests.oracle.test_merge_peft_experts import SHAPES, STACKED, Moe, moe
+from tests.oracle.test_merge_peft_experts import SHAPES, STACKED, Moe, generation, moe
 
 __all__ = ["moe"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -148,10 +148,10 @@ def test_modules_of_each_expert(moe: Moe, tmp_path: Path, family: str, to: str, 
     merged = by_peft(peft.PeftModel.from_pretrained(load(base), lora), tmp_path / "merged")
     made = convert(model=lora, to=to, base=base, out=tmp_path / "made")
     check_changes(base, merged, changes(family, made))
-    for generation in ("parameters", "modules"):
-        back = convert(model=made, to="peft", out=tmp_path / generation, experts=generation)
-        assert (on(base, back) - with_adapter).abs().max() <= 1e-4, generation
-        if shared and generation == "modules":
+    for written in ("parameters", "modules"):
+        back = convert(model=made, to="peft", out=tmp_path / written, experts=written)
+        assert (on(base, back) - with_adapter).abs().max() <= 1e-4, written
+        if shared and written == "modules":
             assert_equal(lora, back)
     again = convert(model=tmp_path / "modules", to="peft", base=base, form="fused", out=tmp_path / "again")
     assert (on(base, again) - with_adapter).abs().max() <= 1e-4
@@ -254,12 +254,12 @@ def test_what_megatron_bridge_saves_of_experts(moe: Moe, tmp_path: Path, kind: s
     config = {"normalize_moe_lora": True} if kind == "normalised rank" else {}
     made = write(tmp_path / "made", base, dict(zip(names, saved, strict=True)) | attention, **config)
     before = load_file(base / "model.safetensors")
-    for generation in ("parameters", "modules"):
-        back = convert(model=made, to="peft", out=tmp_path / generation, experts=generation)
-        if generation == "modules" and kind == "normalised rank":
+    for written in ("parameters", "modules"):
+        back = convert(model=made, to="peft", out=tmp_path / written, experts=written)
+        if written == "modules" and kind == "normalised rank":
             continue  # PEFT's own conversion of modules to parameters loses their rank_pattern (0.21.2)
         model = peft.PeftModel.from_pretrained(load(base), back)
-        merged = by_peft(model, tmp_path / f"{generation}-merged")
+        merged = by_peft(model, tmp_path / f"{written}-merged")
         for layer in range(2):
             gate_up, down = (8 / rank * (b @ a)[layer] for a, b in ((fc1_a, fc1_b), (fc2_a, fc2_b)))
             for expert in range(4):
@@ -293,3 +293,20 @@ def test_a_head_with_the_padding_of_its_vocabulary(moe: Moe, tmp_path: Path) -> 
         left = json.loads((back / "mst.json").read_text())["notes"]["left_out"]
         assert left == ([f"{rows - 330} rows of the vocabulary's padding"] if rows > 330 else [])
     assert (on(base, back) - with_adapter).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(("version", "old"), [("0.18.1", True), ("0.21.2", False)])
+@pytest.mark.parametrize("inner", [24, 32])
+def test_both_of_pefts_generations(moe: Moe, tmp_path: Path, inner: int, version: str, old: bool) -> None:
+    """Before 0.19 in and out were exchanged; with 2 x 32 = 64 gate_up is square and only peft_version tells."""
+    base = moe("qwen3_moe", moe_intermediate_size=inner)
+    deltas = generation(tmp_path / "lora", base, version, old=old)
+    made = convert(model=tmp_path / "lora", to="megatron-bridge", base=base, out=tmp_path / "made")
+    for name, part in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+        found = products(made)[f"{EXPERTS}.{part}"]
+        for layer in range(2):
+            wanted = deltas[f"model.layers.{layer}.mlp.experts.{name}"]
+            torch.testing.assert_close(found[layer], wanted, rtol=1e-5, atol=3e-6)
+    back = convert(model=made, to="peft", out=tmp_path / "back")
+    again = convert(model=back, to="megatron-bridge", base=base, out=tmp_path / "again")
+    assert {key: t.tolist() for key, t in stored(again).items()} == {key: t.tolist() for key, t in stored(made).items()}

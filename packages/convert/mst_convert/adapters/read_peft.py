@@ -120,7 +120,7 @@ def _cut(
     def read(expert: int, rows: slice, which: int) -> Tensor:
         a_in = recent.get("A", partial(tensors.read, a)).reshape(experts, rank, -1)[expert]
         out_b = recent.get("B", partial(tensors.read, b)).reshape(-1, rank, experts)[:, :, expert]
-        pair = (out_b.T, a_in.T) if flipped else (a_in, out_b)
+        pair: tuple[Tensor, Tensor] = (out_b.T, a_in.T) if flipped else (a_in, out_b)
         return (pair[1][rows] if which else pair[0]).contiguous()
 
     for piece in stack.pieces:

@@ -25,7 +25,7 @@ def work(spec: AdapterSpec, plan: AdapterPlan) -> Result:
     zeros = [] if recipe is None else _zeros(recipe, lora)
     parents, directories = _parents(plan)
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
-        if spec.to == "peft":
+        if recipe is None or spec.to == "peft":
             writing_peft.write(staging, lora, model, plan.sites, recipe, spec.experts)
         else:
             if spec.to == "megatron-bridge":

@@ -69,7 +69,7 @@ def write(
         outs = list(_fused(together, recipe, new))
     else:
         outs = list(_as_it_is(lora, plain if new else found, new))
-    if apart:
+    if apart and sizes[1]:
         outs += _parameters(apart, sizes[1])
     writer = SafetensorsWriter(staging, "adapter_model.safetensors", [out[:3] for out in outs])
     for out in outs:
