@@ -34,7 +34,7 @@ class AdapterSpec(Spec):
     experts: Experts = Field(
         "parameters",
         description="--to peft: parameters, experts in one tensor and the router as transformers 5 has them"
-        " (target_parameters), or modules, each expert's own as transformers 4, ms-swift and vLLM name them",
+        " (target_parameters), or modules, each expert's own as transformers 4 and ms-swift name them",
     )
     vocab_padding: int = Field(
         128,
