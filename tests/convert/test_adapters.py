@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,10 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from mst_convert import plan as convert_planning
 from mst_convert.adapters import names as naming
 from mst_convert.adapters import plan as planning
 from mst_convert.adapters import work as working
 from mst_convert.adapters.spec import AdapterSpec
+from mst_convert.merge import plan as merge_planning
+from mst_convert.merge.spec import MergeSpec
+from mst_convert.spec import ConvertSpec
 from mst_core import checkpoint, manifest
 from mst_core.errors import InputError, SettingsError
 from mst_core.families import family_for
@@ -300,12 +305,25 @@ def test_targets_of_megatron_bridge() -> None:
     }  # fmt: skip
     model = family_for(config).model(config)
     everywhere = naming.sites(model)
-    assert not any(".experts." in site.module for site in everywhere)
-    some = [site for site in everywhere if site.leaf in ("linear_qkv", "linear_fc1")]
+    assert sum(".experts." in site.module for site in everywhere) == 2 * 2 * 4
+    some = [site for site in everywhere if site.leaf in ("linear_qkv", "linear_fc1") and site.expert is None]
     shared_expert = "*.mlp.shared_experts.linear_fc1"
-    assert naming.targets(some, everywhere, False, model) == ["linear_qkv", shared_expert]
+    assert naming.targets(some, everywhere) == ["linear_qkv", shared_expert]
     parts = ["linear_q", "linear_k", "linear_v", f"{shared_expert}_gate", f"{shared_expert}_up"]
-    assert naming.targets(some, everywhere, True, model) == parts
+    assert naming.targets(some, everywhere, canonical=True) == parts
+    experts = [site for site in everywhere if site.leaf == "linear_fc1" and site.expert is not None]
+    (wild,) = naming.targets(experts, everywhere)
+    # Megatron-Bridge's wildcard_match (peft/utils.py of 0.6.2): grouped experts, those one by one, and nothing else.
+    matches = re.compile("^" + wild.replace("*", "(.*)") + "$").match
+    assert matches("decoder.layers.0.mlp.experts.linear_fc1")
+    assert matches("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
+    assert not matches("decoder.layers.0.mlp.shared_experts.linear_fc1")
+    assert not matches("decoder.layers.0.mlp.linear_fc1")
+    stem = "*.mlp.experts.linear_fc1"
+    assert naming.targets(experts, everywhere, canonical=True) == [f"{stem}_gate", f"{stem}_up"]
+    assert naming.targets(experts, everywhere, wild=False) == ["mlp.experts.linear_fc1"]
+    all_fc1 = [site for site in everywhere if site.leaf == "linear_fc1"]
+    assert naming.targets(all_fc1, everywhere) == naming.targets(all_fc1, everywhere, wild=False) == ["linear_fc1"]
 
 
 def test_a_module_that_is_fused_in_hugging_face(tmp_path: Path) -> None:
@@ -465,20 +483,26 @@ def test_refused_by_name(tiny_hf: TinyHF, tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_refused_tensors(tiny_hf: TinyHF, tmp_path: Path) -> None:
-    base = tiny_hf("llama")
+PLACES: dict[str, tuple[str, str]] = {
+    "model.layers.0.mlp.experts.3.up_proj": ("weight", "is no linear layer of this base that Megatron has too"),
+    "model.embed_tokens": ("embedding", "is an embedding: both bridges adapt linear layers only"),
+    "lm_head": ("weight", "is a head that this base has tied to its embedding"),
+}
+
+
+@pytest.mark.parametrize("module", PLACES)
+def test_refused_tensors(tiny_hf: TinyHF, tmp_path: Path, module: str) -> None:
+    base = tiny_hf("qwen2")
     peft = make_peft(tmp_path / "peft", base)
     path = peft / "adapter_model.safetensors"
-    tensors = load_file(path)
-    expert = f"{PREFIX}model.layers.0.mlp.experts.3.up_proj"
-    head = f"{PREFIX}lm_head"
-    for module in (expert, head):
-        tensors |= {f"{module}.lora_A.weight": torch.zeros(4, 64), f"{module}.lora_B.weight": torch.zeros(96, 4)}
-    save_file(tensors, path)
+    kind, text = PLACES[module]
+    ends = ("lora_A.weight", "lora_B.weight") if kind == "weight" else ("lora_embedding_A", "lora_embedding_B")
+    more = (torch.zeros(4, 64), torch.zeros(330, 4)) if kind == "weight" else (torch.zeros(4, 330), torch.zeros(64, 4))
+    save_file(load_file(path) | {f"{PREFIX}{module}.{end}": t for end, t in zip(ends, more, strict=True)}, path)
     with pytest.raises(InputError) as caught:
         convert(model=peft, to="megatron-bridge", base=base, out=tmp_path / "no")
-    assert "experts.3.up_proj: is an expert's" in str(caught.value)
-    assert "lm_head: is no linear layer of this base's decoder" in str(caught.value)
+    assert f"{module}: {text}" in str(caught.value)
+    assert "mst-merge --model BASE --adapter DIR --to megatron" in str(caught.value.hint)
 
 
 def test_refused_checkpoints(tiny_hf: TinyHF, tmp_path: Path) -> None:
@@ -509,6 +533,20 @@ def test_refused_checkpoints(tiny_hf: TinyHF, tmp_path: Path) -> None:
         convert(model=made, to="peft", out=tmp_path / "no")
 
 
+def test_an_adapter_is_no_model(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    """mst-convert and mst-merge say which command takes it."""
+    base = tiny_hf("llama")
+    for to in ("megatron-bridge", "mcore-bridge"):
+        made = convert(model=make_peft(tmp_path / f"p-{to}", base), to=to, base=base, out=tmp_path / to)
+        for out in ("hf", "megatron"):
+            with pytest.raises(InputError, match="is an adapter of Megatron-Bridge or mcore-bridge") as caught:
+                convert_planning.plan(ConvertSpec(model=str(made), to=out, out=tmp_path / "no"))
+            assert f"mst-convert adapter --model {made} --to peft" in str(caught.value.hint)
+        with pytest.raises(InputError, match=r"no adapter_config\.json") as caught:
+            merge_planning.plan(MergeSpec(model=str(base), adapter=(str(made),), out=tmp_path / "no"))
+        assert f"mst-convert adapter --model {made} --to peft" in str(caught.value.hint)
+
+
 def test_rslora_needs_a_whole_alpha_for_ms_swift(tiny_hf: TinyHF, tmp_path: Path) -> None:
     base = tiny_hf("llama")
     peft = make_peft(tmp_path / "peft", base, use_rslora=True, lora_alpha=7.3)
@@ -517,7 +555,13 @@ def test_rslora_needs_a_whole_alpha_for_ms_swift(tiny_hf: TinyHF, tmp_path: Path
 
 
 def test_settings() -> None:
-    for words in (["--to", "mcore-bridge", "--form", "separate"], ["--to", "peft", "--tp", "2"]):
+    for words in (
+        ["--to", "mcore-bridge", "--form", "separate"],
+        ["--to", "peft", "--tp", "2"],
+        ["--to", "megatron-bridge", "--experts", "modules"],
+        ["--to", "peft", "--vocab-padding", "64"],
+        ["--to", "mcore-bridge", "--vocab-padding", "64"],
+    ):
         with pytest.raises(SettingsError):
             AdapterSpec.parse(["--model", "a", "--out", "b", *words])
 

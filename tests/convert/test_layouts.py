@@ -37,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "internlm2": {"architectures": ["InternLM2ForCausalLM"]},
+    "internlm2, tied": {"architectures": ["InternLM2ForCausalLM"], "tie_word_embeddings": True},
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": True},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "head_dim": 4},
     "glm4": {"architectures": ["Glm4ForCausalLM"], "attention_bias": True},
@@ -102,6 +103,19 @@ def test_torch_dist_and_back(tmp_path: Path, name: str) -> None:
         place = tmp_path / f"{spec}-{form}"
         out = convert(model=hf, to="megatron", out=place, spec=spec, form=form, verify="roundtrip")
         same(hf, convert(model=out, to="hf", out=tmp_path / f"{spec}-{form}-back"))
+
+
+def test_a_tied_internlm2_keeps_the_head_it_ships(tmp_path: Path) -> None:
+    """Its name is output.weight; one that differs from the embedding is refused."""
+    hf = make(tmp_path / "hf", "internlm2, tied")
+    state = load_file(hf / "model.safetensors")
+    assert "output.weight" not in state
+    save_file(state | {"output.weight": state["model.tok_embeddings.weight"].clone()}, hf / "model.safetensors")
+    native = convert(model=hf, to="megatron", out=tmp_path / "native")
+    same(hf, convert(model=native, to="hf", out=tmp_path / "back"))
+    save_file(state | {"output.weight": state["model.tok_embeddings.weight"] + 1}, hf / "model.safetensors")
+    with pytest.raises(InputError, match=r"output\.weight"):
+        convert(model=hf, to="megatron", out=tmp_path / "no")
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in UNEVEN])

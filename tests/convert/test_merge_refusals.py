@@ -332,6 +332,9 @@ def test_bad_bases(tiny_hf: TinyHF, tmp_path: Path, adapter: Path) -> None:
         (["--weights", "0.5,0.5"], "--weights: 2 for 1 adapters"),
         (["--weights", "0"], "other than 0"),
         (["--weights", "1e999"], "finite"),
+        (["--weights", "nan"], "--weights: each must be a finite number other than 0"),
+        (["--weights", "inf"], "--weights: each must be a finite number other than 0"),
+        (["--weights", "nan,1"], "--weights: 2 for 1 adapters"),
         (["--weights", "much"], "--weights"),
     ],
 )

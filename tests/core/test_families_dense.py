@@ -261,6 +261,12 @@ def test_an_absent_bias_of_internlm2_is_true() -> None:
     assert "qkv_bias" in model(config("InternLM2ForCausalLM")).facts
 
 
+def test_the_head_of_internlm2_is_called_output() -> None:
+    tied = model(config("InternLM2ForCausalLM", tie_word_embeddings=True))
+    assert tied.duplicates() == {"output.weight": "model.tok_embeddings.weight"}
+    assert model(config("InternLM2ForCausalLM", tie_word_embeddings=False)).duplicates() == {}
+
+
 def test_gemma_is_tied_unless_it_says_otherwise() -> None:
     assert model(config("Gemma2ForCausalLM")).tied
     assert model(config("Gemma2ForCausalLM")).duplicates() == {"lm_head.weight": "model.embed_tokens.weight"}

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mst_convert import plan as convert_plan
 from mst_convert import work as convert_work
 from mst_convert.spec import ConvertSpec
 from mst_core.errors import InputError, MstError, SettingsError
+from mst_core.families import family_for
 from mst_core.tensors import file_headers
 from mst_train.plan import plan
 from mst_train.spec import TrainSpec
@@ -86,6 +89,40 @@ def test_an_adapter_and_a_gguf_file(model: Path, data: Path) -> None:
     gguf = data.with_suffix(".gguf")
     gguf.write_bytes(b"GGUF")
     assert str(refused(gguf, data).hint).startswith(f"mst-convert --model {gguf} --to hf")
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 50,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
+LORA: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "Phi3ForCausalLM": ({}, "gate_proj, up_proj, but qkv_proj, gate_up_proj", "o_proj,down_proj"),
+    "GlmForCausalLM": ({}, "gate_proj, up_proj, but gate_up_proj", "q_proj,k_proj,v_proj,o_proj,down_proj"),
+    "BaichuanForCausalLM": (
+        {"max_position_embeddings": 64, "num_key_value_heads": 4},
+        "q_proj, k_proj, v_proj, but W_pack",
+        "o_proj,gate_proj,up_proj,down_proj",
+    ),
+    "InternLM2ForCausalLM": ({}, "but wqkv, wo, w1, w3, w2", None),
+    "Qwen3MoeForCausalLM": (EXPERTS, "gate_proj, up_proj, down_proj, but gate", "q_proj,k_proj,v_proj,o_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", LORA)
+def test_lora_on_layers_that_are_fused(model: Path, data: Path, architecture: str) -> None:
+    """q, k, v of one module would have an A each, which no PEFT module of rank r can hold."""
+    config, says, left = LORA[architecture]
+    full = {"architectures": [architecture], **SIZES, **config}
+    (model / "config.json").write_text(json.dumps(full))
+    made = family_for(full).model(full)
+    save_file({spec.name: torch.zeros(spec.shape) for spec in made.hf_tensors()}, model / "model.safetensors")
+    error = refused(model, data, lora_rank=4)
+    assert isinstance(error, InputError)
+    assert says in str(error)
+    assert str(error.hint) == (f"--lora-targets {left}, or " if left else "") + "train all weights: without --lora-rank"
+    if left:
+        assert plan(settings(model, data, lora_rank=4, lora_targets=tuple(left.split(",")))).engine == "plain"
 
 
 def test_files_of_rows(model: Path, data: Path) -> None:

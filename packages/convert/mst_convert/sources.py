@@ -15,6 +15,7 @@ from typing import Any
 
 from mst_convert import dequantise
 from mst_convert.accounts import check_config, known_faults, tensor_faults
+from mst_convert.adapters.names import is_adapter
 from mst_core import hf_weights, manifest, megatron_names, tensors, torch_dist
 from mst_core.blocks import Array, Block, Coded, Place, Side, of_regions
 from mst_core.errors import InputError, MstError, many
@@ -262,8 +263,11 @@ def config_dir(source: Path, hf_config: Path | None) -> Path:
 
 def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
     """A torch_dist checkpoint of any parallel layout: stacked or per layer, of either spec, or a hybrid."""
-    parent = manifest_of(source)
     stored = torch_dist.metadata(source)
+    if is_adapter(stored):
+        hint = f"mst-convert adapter --model {source} --to peft --base BASE --out DIR"
+        raise InputError("is an adapter of Megatron-Bridge or mcore-bridge, not a model", where=source, hint=hint)
+    parent = manifest_of(source)
     hf_dir = config_dir(source, hf_config)
     encoding = parent.encoding if parent else {}
     config, model = read_model(hf_dir, dialect=encoding.get("dialect"))

@@ -9,7 +9,7 @@ from mst_core import checkpoint, families, hub, manifest, resume, tensors, torch
 from mst_core.data import render, rows
 from mst_core.errors import InputError, SettingsError
 from mst_core.parallel.layout import check_layout
-from mst_core.runspec import RunSpec
+from mst_core.runspec import LINEAR, RunSpec
 from mst_core.spec import Plan
 from mst_core.tensors import TensorRef
 
@@ -68,6 +68,8 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
             what = f"the megatron engine does not train {family.architecture} yet, only dense text models"
             raise InputError(what, where=model_dir, hint=f"mst-convert --model {model_dir} --to hf, and --engine plain")
         check_layout(model, spec, model_dir)
+    if spec.lora_rank is not None:
+        _check_lora(model, spec.targets, model_dir)
     if not render.has_template(model_dir):
         raise InputError("its tokenizer has no chat template", where=hf, hint=render.TEMPLATE_HINT)
     rows.check_files(spec.data)
@@ -173,6 +175,29 @@ def _check_tensors(found: Mapping[str, TensorRef], model: families.Model, where:
         if ref.dtype not in TRAINABLE:
             what = f"{name} has the dtype {ref.dtype}; weights to train are {', '.join(TRAINABLE)}"
             raise InputError(what, where=where, hint="give the unquantised model")
+
+
+def _check_lora(model: families.Model, targets: Sequence[str], where: Path) -> None:
+    """Every target is a linear layer of its own in this architecture: others would be skipped, or named wrongly."""
+    matrices = [(task, spec) for task in families.tasks(model) if task.layer is not None for spec in task.hf]
+    own = {_leaf(spec.name): None for task, spec in matrices if task.experts is None and len(spec.shape) == 2}
+    experts = {_leaf(spec.name): None for task, spec in matrices if task.experts is not None}
+    wrong = [name for name in targets if name not in own or name in experts]
+    if not wrong:
+        return
+    there = [name for name in (*own, *experts) if name not in LINEAR or name in experts]
+    left = [name for name in LINEAR if name not in wrong and name in own]
+    without = f"--lora-targets {','.join(left)}, or " if left else ""
+    raise InputError(
+        f"{model.family.architecture} has no linear layers of its own called {', '.join(wrong)}, but"
+        f" {', '.join(there)}, which LoRA does not train yet",
+        where=where,
+        hint=f"{without}train all weights: without --lora-rank",
+    )
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _some(names: Sequence[str]) -> str:

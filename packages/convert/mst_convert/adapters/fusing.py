@@ -74,7 +74,7 @@ def common_scale(pairs: Mapping[str, Pair]) -> float:
         raise InputError("has lora_alpha 0: the adapter changes nothing")
     faults: list[MstError] = [
         InputError(f"has the scale {pair.scale:g}, most have {scale:g}", where=module)
-        for module, pair in pairs.items()
+        for module, pair in sorted(pairs.items())
         if math.frexp(pair.scale / scale)[0] != 0.5
     ]
     if faults:
@@ -89,7 +89,7 @@ def common_scale(pairs: Mapping[str, Pair]) -> float:
 
 def fused(shared: Shared, rank: int, scale: float, dtype: str) -> tuple[Tensor, list[Tensor]]:
     """A [rank, in] of a site, and B [rows, rank] of each part."""
-    a = torch.zeros(rank, shared.site.task.columns, dtype=torch_dtype(dtype))
+    a = torch.zeros(rank, shared.site.columns, dtype=torch_dtype(dtype))
     starts: dict[int, int] = {}
     position, bs = 0, []
     for pair, group, rows in zip(shared.pairs, shared.groups, shared.site.rows, strict=True):
@@ -107,7 +107,7 @@ def fused(shared: Shared, rank: int, scale: float, dtype: str) -> tuple[Tensor, 
 def separate(shared: Shared, rank: int, scale: float, dtype: str) -> Iterator[tuple[Tensor, Tensor]]:
     """A [rank, in] and B [rows, rank] of each part; zeros where it has no adapter."""
     for pair, rows in zip(shared.pairs, shared.site.rows, strict=True):
-        a = torch.zeros(rank, shared.site.task.columns, dtype=torch_dtype(dtype))
+        a = torch.zeros(rank, shared.site.columns, dtype=torch_dtype(dtype))
         b = a.new_zeros(rows, rank)
         if pair is not None:
             a[: pair.rank] = pair.a.read()
@@ -135,5 +135,8 @@ def alpha_of(scale: float, rank: int, rslora: bool) -> float:
 
 
 def highest(shared: Sequence[Shared], form: str) -> int:
-    """The rank that holds every site's."""
-    return max(sum(one.ranks) if form == "fused" else max(one.ranks, default=0) for one in shared)
+    """The rank that holds every site's. CanonicalLoRA has one A for an expert's gate and up too."""
+    fused = [form == "fused" or not one.site.canonical for one in shared]
+    return max(
+        sum(one.ranks) if all_in else max(one.ranks, default=0) for one, all_in in zip(shared, fused, strict=True)
+    )

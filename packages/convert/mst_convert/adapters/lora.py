@@ -8,6 +8,21 @@ from pathlib import Path
 from typing import Any
 
 
+class Recent:
+    """The last few tensors that were read or made: those of a layer's experts are slices of one."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._held: dict[Any, Any] = {}
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._held:
+            while len(self._held) >= self._most:
+                del self._held[next(iter(self._held))]
+            self._held[key] = make()
+        return self._held[key]
+
+
 @dataclass(frozen=True)
 class Factor:
     """A or B: its shape and dtype (safetensors name) are known, its numbers are read when they are asked for.
@@ -38,7 +53,7 @@ class Pair:
 class Lora:
     """An adapter, whatever it was read from.
 
-    pairs     by Hugging Face module ("model.layers.0.self_attn.q_proj")
+    pairs     by Hugging Face module ("model.layers.0.self_attn.q_proj"), experts one by one (names.Site)
     rslora    the scale is alpha / sqrt(r) in its own words
     config    a PEFT adapter's config; empty for a bridge's
     left      what was left aside, a sentence each

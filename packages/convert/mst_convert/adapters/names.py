@@ -7,6 +7,12 @@ Sources: megatron-bridge 0.6.2 ``peft/{lora,canonical_lora,adapter_wrapper,utils
                      CanonicalLoRA  adapter.adapter_q.linear_in.weight ..., _k, _v, _gate, _up: of one projection
     mcore-bridge                    lora_A.NAME.weight [L, r, in], lora_B.NAME.weight [L, out, r]
 
+Experts have one more axis, [L, E, r, in], under the key of their weight (``mlp.experts.experts.linear_fc1``): in
+mcore-bridge, and in LoRA of all three kinds: share_expert_adapters (all E are equal), an adapter each, SequentialMLP.
+With experts_shared_outer_loras A of fc1 and B of fc2 have no such axis, nor have both in checkpoints of older releases.
+CanonicalLoRA gives experts a plain adapter. Both bridges adapt routers; Megatron-Bridge alone the head, with the rows
+of the padded vocabulary (mcore-bridge adapts layers of TransformerEngine, which it is not); neither the embedding.
+
 Rows of a fused B are those of the fused weight (MAPPINGS.md 1.1, 1.2), but for two that depend on the tensor parallel
 size n of the run that saves or loads:
 
@@ -18,9 +24,11 @@ size n of the run that saves or loads:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from mst_core.families import Model, Region, Task, tasks
+from mst_core.families import Model, Region, Task, TensorSpec, tasks
 
 QKV = ("adapter_q", "adapter_k", "adapter_v")
 GATE_UP = ("adapter_gate", "adapter_up")
@@ -35,16 +43,30 @@ TARGETS = {
 BRIDGE = re.compile(r"(?P<module>.+)\.adapter\.((?P<part>adapter_(q|k|v|gate|up))\.)?linear_(?P<which>in|out)\.weight")
 MCORE = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.(?P<name>[^.]+)\.weight")
 
+TRAINING = ("optimizer.", "chained_", "rng_state")
+"""What the keys of training state begin with."""
+
+
+def is_adapter(keys: Iterable[str]) -> bool:
+    """Whether a torch_dist checkpoint holds an adapter of a bridge and nothing else but training state."""
+    kept = [key for key in keys if not key.startswith(TRAINING)]
+    return bool(kept) and all(BRIDGE.fullmatch(key) or MCORE.fullmatch(key) for key in kept)
+
 
 @dataclass(frozen=True)
 class Site:
-    """A linear layer of Megatron that can have an adapter, and the Hugging Face modules that it is made of."""
+    """A linear layer of Megatron that can have an adapter, or one expert's, and the Hugging Face modules it is made of.
+
+    An expert's modules are named as transformers 4 had them, ``X.mlp.experts.3.gate_proj``; of experts that no
+    generation had apart (gpt-oss) ``X.mlp.experts.3.gate_up_proj``, as mcore-bridge calls them.
+    """
 
     task: Task
+    expert: int | None = None
 
     @property
     def module(self) -> str:
-        """ "decoder.layers.3.mlp.linear_fc1"."""
+        """ "decoder.layers.3.mlp.linear_fc1", as checkpoints have it: all experts of a layer are one."""
         return self.task.native.removesuffix(".weight")
 
     @property
@@ -53,9 +75,15 @@ class Site:
         return self.task.key.removesuffix(".weight")
 
     @property
+    def where(self) -> str:
+        """For messages."""
+        return self.module if self.expert is None else f"{self.module} of expert {self.expert}"
+
+    @property
     def inside(self) -> str:
-        """The path in the layer, "mlp.linear_fc1"."""
-        return self.module.partition(f".{self.task.layer}.")[2]
+        """The path in the layer, "mlp.linear_fc1", as modules have it: "mlp.experts.linear_fc1"."""
+        path = self.module if self.task.layer is None else self.module.partition(f".{self.task.layer}.")[2]
+        return path.replace(".experts.experts.", ".experts.")
 
     @property
     def leaf(self) -> str:
@@ -63,46 +91,114 @@ class Site:
         return self.module.rpartition(".")[2]
 
     @property
+    def stacked(self) -> bool:
+        """Whether Hugging Face has all experts in one tensor."""
+        return self.expert is not None and len(self.task.hf) == 1
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The Hugging Face tensors that its rows are in."""
+        if self.expert is None or self.stacked:
+            return self.task.hf
+        each = len(self.task.hf) // self.experts
+        return self.task.hf[self.expert * each : (self.expert + 1) * each]
+
+    @property
+    def experts(self) -> int:
+        """How many experts its layer has; 1 where it has none."""
+        return self.task.experts or 1
+
+    @property
     def hf(self) -> tuple[str, ...]:
         """The Hugging Face modules, in the order of the regions."""
-        return tuple(spec.name.removesuffix(".weight") for spec in self.task.hf)
+        if self.stacked:
+            box, _, parameter = self.specs[0].name.rpartition(".")
+            return (f"{box}.{self.expert}.{parameter}",)
+        return tuple(spec.name.removesuffix(".weight") for spec in self.specs)
 
     @property
     def canonical(self) -> tuple[str, ...]:
-        """CanonicalLoRA's names of the parts; empty where the layer has one part, and so one plain adapter."""
-        return {("linear_qkv", 3): QKV, ("linear_fc1", 2): GATE_UP}.get((self.leaf, len(self.task.hf)), ())
+        """CanonicalLoRA's names of the parts; empty where the layer has one plain adapter, as experts have."""
+        parts = {("linear_qkv", 3): QKV, ("linear_fc1", 2): GATE_UP}.get((self.leaf, len(self.specs)), ())
+        return parts if self.expert is None else ()
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Output features of each part."""
-        return tuple(spec.rows for spec in self.task.hf)
+        return tuple(spec.rows // (self.experts if self.stacked else 1) for spec in self.specs)
+
+    @property
+    def height(self) -> int:
+        """Output features of the layer, with the vocabulary's padding."""
+        return self.task.rows // self.experts
+
+    @property
+    def columns(self) -> int:
+        """Input features."""
+        return self.task.columns
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Where the rows of the parts land."""
+        if self.expert is None:
+            return self.task.regions
+        first, rows = self.expert * self.height, self.rows[0]
+        source, start = (0, self.expert * rows) if self.stacked else (self.expert * len(self.specs), 0)
+        return tuple(
+            r._replace(start=r.start - first, source=r.source - source, source_start=r.source_start - start)
+            for r in self.task.regions
+            if first <= r.start < first + self.height
+        )
 
 
-def sites(model: Model) -> list[Site]:
-    """Every layer of the decoder that can have an adapter: linear, not of an expert."""
-    return [Site(task) for task in tasks(model) if _linear(task)]
+def sites(model: Model, vocab_padding: int = 1) -> list[Site]:
+    """Every layer that can have an adapter: linear layers of the decoder, of each expert, routers, an untied head."""
+    found = [task for task in tasks(model, vocab_padding) if _linear(task)]
+    return [Site(task, e) for task in found for e in (range(task.experts) if task.experts else [None])]
 
 
 def _linear(task: Task) -> bool:
     leaf = task.native.removesuffix(".weight").rpartition(".")[2]
-    plain = task.experts is None and not task.transposed and len(task.shape) == 2
-    named = task.native.endswith(".weight") and all(spec.name.endswith(".weight") for spec in task.hf)
-    return task.layer is not None and plain and named and leaf.startswith("linear_")
+    if not task.native.endswith(".weight") or len(task.shape) != (2 if task.experts is None else 3):
+        return False
+    if task.layer is None:
+        return leaf == "output_layer"
+    return leaf.startswith("linear_") or leaf == "router"
 
 
-def targets(found: list[Site], everywhere: list[Site], canonical: bool, model: Model) -> list[str]:
-    """``target_modules`` of Megatron-Bridge for adapters on ``found``: plain names where they mean nothing else."""
+def unfit(module: str) -> str:
+    """Why a Hugging Face module, or a key of a bridge, can have no adapter in the two bridges."""
+    if re.search(r"(^|\.)(embed_tokens|tok_embeddings|word_embeddings)(\.|$)", module):
+        return "is an embedding: both bridges adapt linear layers only, not VocabParallelEmbedding"
+    if re.search(r"(^|\.)(lm_head|output_layer)(\.|$)", module):
+        return "is a head that this base has tied to its embedding: Megatron has no layer of its own for it"
+    if "shared_expert_gate" in module:
+        return "is a parameter of Megatron's shared expert (gate_weight), not a layer that the bridges adapt"
+    return "is no linear layer of this base that Megatron has too"
+
+
+def targets(found: list[Site], everywhere: list[Site], canonical: bool = False, wild: bool = True) -> list[str]:
+    """``target_modules`` for adapters on ``found``: plain names where they mean nothing else, else paths.
+
+    wild   Megatron-Bridge's: a path begins with ``*.``, and experts may be grouped or one by one (local_experts)
+    """
     named: dict[str, None] = {}
     kinds = {site.kind for site in found}
-    experts = {task.key.rpartition(".")[0] for task in tasks(model) if task.experts is not None}
+    kinds_of: dict[str, set[str]] = {}
+    for site in everywhere:
+        kinds_of.setdefault(site.leaf, set()).add(site.kind)
     for site in found:
-        others = {other.kind for other in everywhere if other.leaf == site.leaf} - kinds
-        experts_too = any(name.endswith(f".{site.leaf}") for name in experts)
-        short = not others and not experts_too
-        prefix = "" if short else f"*.{site.inside.removesuffix(site.leaf)}"
-        parts = [TARGETS[part] for part in site.canonical] if canonical and site.canonical else [site.leaf]
-        named.update(dict.fromkeys(prefix + part for part in parts))
+        prefix = "" if kinds_of[site.leaf] <= kinds else site.inside.removesuffix(site.leaf)
+        if prefix and wild:
+            prefix = "*." + prefix + ("*" if site.expert is not None and not canonical else "")
+        # CanonicalLoRA takes no linear_fc1 by that name, though it gives experts a plain adapter.
+        parts = site.canonical or (GATE_UP if site.leaf == "linear_fc1" else ())
+        named.update(dict.fromkeys(prefix + part for part in _asked(site, parts if canonical else ())))
     return list(named)
+
+
+def _asked(site: Site, parts: tuple[str, ...]) -> list[str]:
+    return [TARGETS[part] for part in parts] or [site.leaf]
 
 
 def halves_by_rank(rows: int, tp: int) -> tuple[Region, ...]:

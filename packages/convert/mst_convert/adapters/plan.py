@@ -79,7 +79,7 @@ def plan(spec: AdapterSpec) -> AdapterPlan:
     layout = layout_of(place)
     made = adapter_manifest(place)
     base = open_base(spec, place, layout)
-    everywhere = sites(base.model)
+    everywhere = sites(base.model, spec.vocab_padding)
     if layout == "peft":
         if spec.alpha is not None:
             raise InputError("--alpha: its adapter_config.json says lora_alpha already", where=place)
@@ -89,6 +89,7 @@ def plan(spec: AdapterSpec) -> AdapterPlan:
     if lora.layout == spec.to and spec.form in (None, *(["separate"] if spec.to == "peft" else [])):
         raise InputError(f"is in the layout of {spec.to} already", where=place, hint="--form says how else it can be")
     _check_parent(spec, place, made)
+    _check_place(spec, place, everywhere, lora)
     kinds = {site.kind for site in everywhere if any(module in lora.pairs for module in site.hf)}
     checkpoint.check_free(spec.out, 3 * _bytes(lora) + SLACK)
     parent = made.parent("base") if made else None
@@ -112,6 +113,18 @@ def plan(spec: AdapterSpec) -> AdapterPlan:
         everywhere=everywhere,
         made=made,
     )
+
+
+def _check_place(spec: AdapterSpec, place: Path, everywhere: list[Site], lora: Lora) -> None:
+    """Refuse what the other side has no module for."""
+    for site in everywhere:
+        adapted = next((module for module in site.hf if module in lora.pairs), None)
+        if adapted and spec.to == "mcore-bridge" and site.leaf == "output_layer":
+            what = f"{adapted} is adapted: mcore-bridge adapts layers of TransformerEngine, which output_layer is not"
+            raise InputError(what, where=place, hint="--to megatron-bridge has a place for it; or merge it: mst-merge")
+        if adapted and spec.to == "peft" and site.stacked and spec.experts == "modules":
+            what = f"--experts modules: {site.specs[0].name} was one tensor of all experts in every transformers"
+            raise InputError(what, where=place, hint="--experts parameters")
 
 
 def layout_of(place: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,18 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from mst_convert.adapters.lora import Factor, Lora, Pair
-from mst_convert.adapters.names import BRIDGE, MCORE, Site, gate_up_by_rank, halves_by_rank
+from mst_convert.adapters.lora import Factor, Lora, Pair, Recent
+from mst_convert.adapters.names import BRIDGE, MCORE, TRAINING, Site, gate_up_by_rank, halves_by_rank, unfit
 from mst_core import torch_dist
 from mst_core.errors import InputError, MstError, many
-from mst_core.families import Region, Task, unpack_rows
+from mst_core.families import Region, unpack_rows
 from mst_core.torch_dist import StoredTensor
 from mst_core.untrusted import MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRAINING = ("optimizer.", "chained_", "rng_state")
 RUN_CONFIG = "run_config.yaml"
 ARGS = "args.json"
 
@@ -52,35 +52,47 @@ def read(directory: Path, found: Sequence[Site], alpha: float | None) -> Lora:
     if faults:
         raise many(faults, what=f"{directory} has tensors that are no part of a LoRA adapter of this base:", hint=_HINT)
     pairs: dict[str, tuple[Factor, Factor]] = {}
+    recent = Recent()
     for site in found:
         for part in (None, *site.canonical):
             pair = [_find(halves, site, part, which) for which in "AB"]
             if pair[0] is None and pair[1] is None:
                 continue
             if pair[0] is None or pair[1] is None:
-                faults.append(
-                    InputError("has only one of its two factors", where=f"{site.module} {part or ''}".strip())
-                )
+                faults.append(InputError("has only one of its two factors", where=f"{site.where} {part or ''}".strip()))
                 continue
-            faults += _take(pairs, layout, site, part, pair[0], pair[1])
+            faults += _take(pairs, recent, layout, site, part, pair[0], pair[1])
     if faults:
         raise many(faults, what=f"{directory} cannot be converted:", hint=_HINT)
     if not pairs:
         raise InputError("the adapter has no tensors", where=directory)
     scale, rslora = _scale(directory, layout, pairs, alpha)
-    made = {module: Pair(a, b, scale) for module, (a, b) in pairs.items()}
+    made = {module: Pair(a, b, scale(a.shape[0])) for module, (a, b) in pairs.items()}
     aside = len(stored) - len(kept)
     left = [f"{aside} tensors of the optimizer and its state"] if aside else []
-    return Lora(layout, directory, made, rslora, left=left)
+    return Lora(layout, directory, made, rslora, left=left + _padding(halves, found))
+
+
+def _padding(halves: Mapping[Half, StoredTensor], found: Sequence[Site]) -> list[str]:
+    rows = [
+        b.shape[0] - sum(site.rows) for site in found if (b := halves.get(Half(site.module, None, "B"))) and _head(site)
+    ]
+    return [f"{count} rows of the vocabulary's padding" for count in rows if count]
+
+
+def _head(site: Site) -> bool:
+    return site.leaf == "output_layer"
 
 
 _HINT = "give the base it was trained on; a checkpoint of the whole model is none"
 
 
 def _why(key: str) -> str:
-    if ".experts." in key:
-        return "is an expert's; adapters of experts are not converted"
-    return "is neither an A nor a B of one of the base's linear layers"
+    if re.search(r"\.experts\.\d", key):
+        return "is one expert's by its number (singleton_local_shards, as FSDP saves them): save it as torch_dist"
+    if BRIDGE.fullmatch(key) or MCORE.fullmatch(key):
+        return unfit(key)
+    return "is neither an A nor a B"
 
 
 def _halves(directory: Path, kept: Mapping[str, StoredTensor]) -> tuple[str, dict[Half, StoredTensor]]:
@@ -99,63 +111,93 @@ def _halves(directory: Path, kept: Mapping[str, StoredTensor]) -> tuple[str, dic
     return ("megatron-bridge", bridge) if bridge else ("mcore-bridge", mcore)
 
 
-def _find(
-    halves: Mapping[Half, StoredTensor], site: Site, part: str | None, which: str
-) -> tuple[StoredTensor, int | None] | None:
-    """The tensor, and the layer to take of it where it holds all."""
+class Found(NamedTuple):
+    """A stored tensor, and what to take of it: the layer, where it holds all, and the expert, where it is for one."""
+
+    tensor: StoredTensor
+    layer: int | None
+    expert: int | None
+
+    @property
+    def axes(self) -> int:
+        """Axes before those of the matrix. An expert's tensor may have none for experts: then it is for all of them."""
+        return (self.layer is not None) + (self.expert is not None and len(self.shape) == 3)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the layer axis."""
+        return self.tensor.shape if self.layer is None else self.tensor.shape[1:]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix; zeros where it is none."""
+        sizes = self.tensor.shape[self.axes :]
+        return (sizes[0], sizes[1]) if len(sizes) == 2 else (0, 0)
+
+    def read(self, recent: Recent) -> Tensor:
+        """The matrix. A layer is read once for all its experts."""
+        whole: Tensor = recent.get((self.tensor.key, self.layer), partial(torch_dist.read, self.tensor, self.layer))
+        return whole[self.expert] if whole.ndim == 3 else whole
+
+
+def _find(halves: Mapping[Half, StoredTensor], site: Site, part: str | None, which: str) -> Found | None:
+    """The tensor of a layer by its own key, or of all layers."""
     if (tensor := halves.get(Half(site.module, part, which))) is not None:
-        return tensor, None
+        return Found(tensor, None, site.expert)
     tensor = halves.get(Half(site.kind, part, which))
-    return None if tensor is None else (tensor, site.task.layer)
-
-
-Found = tuple[StoredTensor, int | None]
+    return None if tensor is None else Found(tensor, site.task.layer, site.expert)
 
 
 def _take(
-    pairs: dict[str, tuple[Factor, Factor]], layout: str, site: Site, part: str | None, a: Found, b: Found
+    pairs: dict[str, tuple[Factor, Factor]],
+    recent: Recent,
+    layout: str,
+    site: Site,
+    part: str | None,
+    a: Found,
+    b: Found,
 ) -> list[MstError]:
     """Enter the pairs of one stored pair; what is wrong with it."""
-    task, where = site.task, f"{site.module} {part or ''}".strip()
-    rows = task.rows if part is None else site.rows[site.canonical.index(part)]
-    (rank, columns), (out, rank_b) = _shape(a), _shape(b)
-    if (out, columns) != (rows, task.columns) or rank != rank_b:
-        text = f"A {[rank, columns]} and B {[out, rank_b]} do not fit the base's {[rows, task.columns]}"
+    where = f"{site.where} {part or ''}".strip()
+    rows = sum(site.rows) if part is None else site.rows[site.canonical.index(part)]
+    (rank, columns), (out, rank_b) = a.matrix, b.matrix
+    fits = out >= rows if _head(site) else out == rows
+    if not fits or columns != site.columns or rank != rank_b:
+        text = f"A {[rank, columns]} and B {[out, rank_b]} do not fit the base's {[rows, site.columns]}"
         return [InputError(text, where=where)]
-    if a[1] is not None and a[0].shape[0] != task.layers:
-        return [InputError(f"holds {a[0].shape[0]} layers, the base has {task.layers}", where=where)]
+    for one in (a, b):
+        layers, experts = (one.tensor.shape[0] if one.layer is not None else None), one.shape[0]
+        if layers not in (None, site.task.layers):
+            return [InputError(f"holds {layers} layers, the base has {site.task.layers}", where=where)]
+        if len(one.shape) == 3 and experts != site.experts:
+            return [InputError(f"holds {experts} experts, the base has {site.experts}", where=where)]
     by_rank = _by_rank(layout, site, part)
-    tp = _ranks(b, rows, layout, part) if by_rank else 1
+    tp = _ranks(b, rows, part) if by_rank else 1
     if by_rank and (tp is None or rows % (2 * tp)):
         return [InputError("is cut into pieces that are no rows of tensor parallel ranks", where=where)]
     order = by_rank(rows, tp) if by_rank and tp and tp > 1 else None
     for number, module in enumerate(site.hf) if part is None else [(None, site.hf[site.canonical.index(part)])]:
         if module in pairs:
             return [InputError("has a fused and a separate adapter", where=where)]
-        first = Factor(a[0].key, a[0].dtype, (rank, columns), partial(torch_dist.read, *a))
+        first = Factor(a.tensor.key, a.tensor.dtype, (rank, columns), partial(a.read, recent))
         own = rows if number is None else site.rows[number]
-        second = Factor(b[0].key, b[0].dtype, (own, rank), partial(_rows, b, order, task, number))
+        second = Factor(
+            b.tensor.key, b.tensor.dtype, (own, rank), partial(_rows, b, recent, order, site.regions, number)
+        )
         pairs[module] = (first, second)
     return []
 
 
-def _shape(found: Found) -> tuple[int, int]:
-    """(rows, columns) of a layer's matrix; zeros where it is none."""
-    tensor, layer = found
-    shape = tensor.shape if layer is None else tensor.shape[1:]
-    return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
-
-
 def _by_rank(layout: str, site: Site, part: str | None) -> Callable[[int, int], tuple[Region, ...]] | None:
     """The map of a B whose order of rows depends on tensor parallelism (see names.py)."""
-    if layout == "mcore-bridge" and site.leaf == "linear_fc1":
-        return gate_up_by_rank
+    if layout == "mcore-bridge" and site.leaf == "linear_fc1" and site.expert is None:
+        return gate_up_by_rank  # it refuses expert tensor parallelism
     return halves_by_rank if part in ("adapter_gate", "adapter_up") else None
 
 
-def _ranks(found: Found, rows: int, layout: str, part: str | None) -> int | None:
+def _ranks(found: Found, rows: int, part: str | None) -> int | None:
     """How many tensor parallel ranks wrote a B: from the pieces of its rows, which are all of one size."""
-    tensor, layer = found
+    tensor, layer, _ = found
     axis = 0 if layer is None else 1
     pieces = {
         (chunk.offsets[axis], chunk.sizes[axis])
@@ -169,12 +211,14 @@ def _ranks(found: Found, rows: int, layout: str, part: str | None) -> int | None
     return count if part is None or count == 1 else None if count % 2 else count // 2
 
 
-def _rows(found: Found, order: tuple[Region, ...] | None, task: Task, number: int | None) -> Tensor:
+def _rows(
+    found: Found, recent: Recent, order: tuple[Region, ...] | None, regions: tuple[Region, ...], number: int | None
+) -> Tensor:
     """B of one part [rows, r]: out of the ranks' order, and out of the fused rows."""
-    tensor = torch_dist.read(*found)
+    tensor = found.read(recent)
     if order is not None:
         (tensor,) = unpack_rows(order, tensor)
-    return tensor if number is None else unpack_rows(task.regions, tensor)[number]
+    return tensor if number is None else unpack_rows(regions, tensor)[number]
 
 
 # --- the scale --------------------------------------------------------------------------------------------------
@@ -182,37 +226,46 @@ def _rows(found: Found, order: tuple[Region, ...] | None, task: Task, number: in
 
 def _scale(
     directory: Path, layout: str, pairs: Mapping[str, tuple[Factor, Factor]], given: float | None
-) -> tuple[float, bool]:
-    """(scale, is it rsLoRA's) of a checkpoint: one rank and one alpha."""
+) -> tuple[Callable[[int], float], bool]:
+    """(the scale of a rank, is it rsLoRA's) of a checkpoint: one alpha, and one rank but for normalize_moe_lora."""
     ranks = sorted({a.shape[0] for a, _ in pairs.values()})
-    if len(ranks) > 1:
+    said = _said(directory, layout)
+    if len(ranks) > 1 and not said.normalized:
         raise InputError(f"has the ranks {ranks}; a bridge's adapter has one", where=directory)
-    said, rslora, where = _said(directory, layout)
-    if given is not None and said is not None and given != said:
-        raise InputError(f"--alpha {given:g}: its {where.name} says {said:g}", where=directory)
-    alpha = said if said is not None else given
+    name = said.where.name
+    if given is not None and said.alpha is not None and given != said.alpha:
+        raise InputError(f"--alpha {given:g}: its {name} says {said.alpha:g}", where=directory)
+    alpha = said.alpha if said.alpha is not None else given
     if alpha is None:
-        raise InputError(
-            f"says nowhere what its alpha is: no {where.name} here", where=directory, hint="--alpha, as it was trained"
-        )
-    return alpha / (math.sqrt(ranks[0]) if rslora else ranks[0]), rslora
+        hint = "--alpha, as it was trained"
+        raise InputError(f"says nowhere what its alpha is: no {name} here", where=directory, hint=hint)
+    found = alpha
+    return lambda rank: found / (math.sqrt(rank) if said.rslora else rank), said.rslora
 
 
-def _said(directory: Path, layout: str) -> tuple[float | None, bool, Path]:
-    """(alpha, rsLoRA, the file that says so)."""
+class Said(NamedTuple):
+    """What a side file says; ``normalized``: experts have a rank of their own (normalize_moe_lora)."""
+
+    alpha: float | None
+    rslora: bool
+    normalized: bool
+    where: Path
+
+
+def _said(directory: Path, layout: str) -> Said:
     inner = torch_dist.checkpoint_dir(directory)
     name = RUN_CONFIG if layout == "megatron-bridge" else ARGS
     path = next((place / name for place in (inner, inner.parent) if (place / name).is_file()), inner / name)
     if not path.is_file():
-        return None, False, path
+        return Said(None, False, False, path)
     if layout == "mcore-bridge":
         args = _mapping(path, json.loads)
-        return _number(args.get("lora_alpha"), path), bool(args.get("use_rslora")), path
+        return Said(_number(args.get("lora_alpha"), path), bool(args.get("use_rslora")), False, path)
     peft = _mapping(path, _yaml).get("peft") or {}
     kind = str(peft.get("_target_", "LoRA")).rpartition(".")[2]
     if kind not in ("LoRA", "VLMLoRA", "CanonicalLoRA"):
         raise InputError(f"is of the kind {kind}; only LoRA and CanonicalLoRA can be converted", where=path)
-    return _number(peft.get("alpha"), path), False, path
+    return Said(_number(peft.get("alpha"), path), False, bool(peft.get("normalize_moe_lora")), path)
 
 
 def _yaml(data: bytes) -> Any:

@@ -12,6 +12,7 @@ from mst_core.spec import Spec
 
 Layout = Literal["peft", "megatron-bridge", "mcore-bridge"]
 Form = Literal["fused", "separate"]
+Experts = Literal["parameters", "modules"]
 
 
 class AdapterSpec(Spec):
@@ -30,6 +31,16 @@ class AdapterSpec(Spec):
         description="fused: q, k, v (and gate, up) get one A, block-diagonal where theirs differ; separate: an A each"
         " (PEFT, CanonicalLoRA). Without it megatron-bridge gets fused where all A are shared, peft what was there",
     )
+    experts: Experts = Field(
+        "parameters",
+        description="--to peft: parameters, experts in one tensor and the router as transformers 5 has them"
+        " (target_parameters), or modules, each expert's own as transformers 4 and ms-swift name them",
+    )
+    vocab_padding: int = Field(
+        128,
+        ge=1,
+        description="--to megatron-bridge: the rows of an adapted head are padded with zeros to a multiple of this",
+    )
     tp: int = Field(
         1, ge=1, description="tensor parallel size of the run that will load it, where its rows depend on that"
     )
@@ -41,6 +52,9 @@ class AdapterSpec(Spec):
             raise ValueError("--form separate: mcore-bridge knows one A for q, k, v and one for gate, up")
         if self.to == "peft" and self.tp > 1:
             raise ValueError("--tp belongs to --to megatron-bridge or mcore-bridge: PEFT's files have no ranks")
+        for name, to in (("experts", "peft"), ("vocab_padding", "megatron-bridge")):
+            if name in self.model_fields_set and self.to != to:
+                raise ValueError(f"--{name.replace('_', '-')} belongs to --to {to}")
         if self.alpha is not None and not (isfinite(self.alpha) and self.alpha > 0):
             raise ValueError("--alpha must be a finite number above 0")
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mst_convert.adapters import fusing, writing
+from mst_convert.adapters import fusing, writing, writing_peft
 from mst_convert.adapters.fusing import Shared
 from mst_convert.adapters.lora import Lora
 from mst_convert.adapters.plan import AdapterPlan
@@ -25,15 +25,13 @@ def work(spec: AdapterSpec, plan: AdapterPlan) -> Result:
     zeros = [] if recipe is None else _zeros(recipe, lora)
     parents, directories = _parents(plan)
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
-        if recipe is None:
-            writing.write_peft(staging, lora, model)
-        elif spec.to == "peft":
-            writing.write_fused_peft(staging, lora, model, recipe)
+        if recipe is None or spec.to == "peft":
+            writing_peft.write(staging, lora, model, plan.sites, recipe, spec.experts)
         else:
             if spec.to == "megatron-bridge":
                 writing.write_bridge(staging, recipe, plan.everywhere, model)
             else:
-                writing.write_mcore(staging, recipe, model)
+                writing.write_mcore(staging, recipe, plan.everywhere, model)
             torch_dist.write_megatron_sidecar(staging, {"config.json": plan.base.path}, str(writing.ITERATION))
         form = recipe.form if recipe else "separate"
         encoding = {"form": form} if spec.to == "peft" else {"form": form, "writer": spec.to, "tp": spec.tp}
@@ -63,7 +61,11 @@ def settle(spec: AdapterSpec, plan: AdapterPlan) -> Recipe:
     scale = fusing.common_scale(lora.pairs)
     shared = fusing.share(plan.sites, lora)
     form = spec.form or "fused"
-    if spec.to == "megatron-bridge" and spec.form is None and any(len(one.ranks) > 1 for one in shared):
+    if (
+        spec.to == "megatron-bridge"
+        and spec.form is None
+        and any(len(o.ranks) > 1 and o.site.canonical for o in shared)
+    ):
         form = "separate"
     if spec.to == "megatron-bridge" and form == "separate":
         _check_canonical(shared)
@@ -81,7 +83,7 @@ def settle(spec: AdapterSpec, plan: AdapterPlan) -> Recipe:
 def _check_canonical(shared: list[Shared]) -> None:
     """CanonicalLoRA has an adapter of q, k, v, gate and up, and none of a linear_qkv or linear_fc1 as a whole."""
     for one in shared:
-        if one.site.leaf in ("linear_qkv", "linear_fc1") and not one.site.canonical:
+        if one.site.leaf in ("linear_qkv", "linear_fc1") and not one.site.canonical and one.site.expert is None:
             what = f"is one module here ({one.site.hf[0]}), which CanonicalLoRA has no name for"
             raise InputError(what, where=one.site.module, hint="--form fused")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_convert.merge.parts import Parts, sort_out
-from mst_core import tensors
+from mst_core import tensors, torch_dist
 from mst_core.errors import InputError, many
 
 CONFIG = "adapter_config.json"
@@ -120,11 +120,11 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise InputError("no such directory", where=directory, hint="give a PEFT adapter directory")
     if not path.is_file():
         model = (directory / "config.json").is_file()
-        raise InputError(
-            f"no {CONFIG}: not a PEFT adapter" + (", but a whole model" if model else ""),
-            where=directory,
-            hint="--adapter is the directory with adapter_config.json, --model the base",
-        )
+        hint = "--adapter is the directory with adapter_config.json, --model the base"
+        if torch_dist.is_megatron(directory):
+            hint = f"of a bridge? mst-convert adapter --model {directory} --to peft --base BASE --out DIR"
+        what = f"no {CONFIG}: not a PEFT adapter" + (", but a whole model" if model else "")
+        raise InputError(what, where=directory, hint=hint)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:

@@ -37,6 +37,12 @@ class MergeSpec(Spec):
     def _one_or_several(cls, value: Any) -> Any:
         return (str(value),) if isinstance(value, str | Path) else value
 
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        """pydantic-settings hands on as text what JSON does not know: nan, inf."""
+        return value.strip("[]").split(",") if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _weights_for_adapters(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.adapter):

@@ -184,8 +184,11 @@ class Model:
         found = tasks(self)
         # Vision-language models have a prefix of their own, on both sides.
         embedding = next((t.hf[0].name for t in found if t.key.endswith("embedding.word_embeddings.weight")), "")
-        copies = {"lm_head.weight": embedding} if self.tied else {}
-        head = embedding if self.tied else "lm_head.weight"
+        # The name of the head, InternLM2's too, is in the rule that a tied model leaves out.
+        heads = (rule.hf[0] for rule in self.family.rules if rule.native.endswith("output_layer.weight"))
+        own_head = next(heads, "lm_head.weight").partition(" ")[0]
+        copies = {own_head: embedding} if self.tied else {}
+        head = embedding if self.tied else own_head
         for m in range(self.dims.more.get("mtp", 0)):
             layer = f"model.layers.{self.dims.layers + m}"
             copies[f"{layer}.embed_tokens.weight"] = embedding
