@@ -240,3 +240,39 @@ def test_the_writer_wants_each_layer_once(tmp_path: Path) -> None:
         with pytest.raises(InputError):
             writing(*layers)
         assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_archive_is_amended_and_else_the_same() -> None:
+    args = argparse.Namespace(kept=signal.SIGTERM, rows=64)
+    whole = [{"args": args, "state": {"on": True, "step": torch.tensor(2.0)}, "same": {1: "x"}}]
+    made = io.BytesIO()
+    torch.save(whole, made)
+    data = made.getvalue()
+
+    def changes(value: Any) -> list[tuple[Any, dict[str, Any]]]:
+        return [(value[0]["state"], {"on": False, "new": [1, None]}), (value[0]["args"], {"rows": 96, "more": "y"})]
+
+    amended = torch_pickle.amended_archive(data, changes, "x")
+    found = torch.load(io.BytesIO(amended), weights_only=False)
+    assert vars(found[0].pop("args")) == {"kept": signal.SIGTERM, "rows": 96, "more": "y"}
+    assert found == [{"state": {"on": False, "step": torch.tensor(2.0), "new": [1, None]}, "same": {1: "x"}}]
+    again = torch_pickle.load_archive(amended, "x")[0]
+    assert again["args"].state["rows"] == 96
+    assert again["state"]["on"] is False
+    assert torch_pickle.amended_archive(data, lambda value: [(value, {})], "x") is data
+
+
+def test_a_pickle_without_numbers_is_not_amended() -> None:
+    """As protocol 4, whose frames say how long they are."""
+    made = io.BytesIO()
+    torch.save([{"on": True}], made, pickle_protocol=4)
+    with pytest.raises(InputError, match="cannot be amended"):
+        torch_pickle.amended_archive(made.getvalue(), lambda value: [(value[0], {"on": False})], "x")
+
+
+def test_attributes_are_not_given_twice_without_end() -> None:
+    """Each time would take as long as the pickle is large."""
+    head = b"\x80\x02cargparse\nNamespace\n)\x81}q\x01("
+    items = b"".join(b"X\x02\x00\x00\x00" + f"{i:02}".encode() + b"N" for i in range(20))
+    with pytest.raises(InputError, match="twice"):
+        torch_pickle.loads(head + items + b"ub" + b"h\x01b" * 3 + b".", "x")

@@ -284,7 +284,7 @@ def hybrid_model(case: dict[str, Any], layout: dict[str, int]) -> Any:
         ),
     )
     stack = hybrid_block.HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=mlp)
-    share = {"share_embeddings_and_output_weights": settings["gpt"]["share_embeddings_and_output_weights"]}
+    same = ("share_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent")
     return HybridModel(
         config=config,
         hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=stack),
@@ -293,7 +293,7 @@ def hybrid_model(case: dict[str, Any], layout: dict[str, int]) -> Any:
         hybrid_layer_pattern=case["pattern"],
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        **share,
+        **{name: settings["gpt"][name] for name in same},
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from mst_convert import accounts, gguf, sources, sources_legacy, targets, targets_legacy
+from mst_convert import accounts, gguf, sources, sources_legacy, targets, targets_legacy, training_state
 from mst_convert.gguf import GGUFHeader
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
@@ -42,6 +42,7 @@ class ConvertPlan(Plan):
     tensors_out: int
     bytes_out: int
     padding_rows: int = 0
+    training: str = ""
     dequantised: list[str] = Field(default_factory=list)
     left_out: list[str] = Field(default_factory=list)
     read: Source | None = Field(None, exclude=True, repr=False)
@@ -61,6 +62,8 @@ class ConvertPlan(Plan):
         ]
         if self.padding_rows:
             table.append(("vocabulary", f"padded with {self.padding_rows} rows of zeros"))
+        if self.training:
+            table.append(("training state", self.training))
         table += [("dequantised", text) for text in self.dequantised]
         table += [("left out", text) for text in self.left_out]
         return table
@@ -91,13 +94,9 @@ def open_source(place: Path, layout: str, hf_config: Path | None = None) -> Sour
 def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
     source = open_source(place, layout, spec.hf_config)
     if source.optimizer and not spec.weights_only:
-        raise InputError(
-            "holds optimizer state, which a conversion does not carry",
-            where=place,
-            hint="--weights-only leaves it behind",
-        )
+        source = _with_training_state(spec, source)
     made = target_of(spec, source)
-    read = sorted({dtype for found in source.dtypes.values() for dtype in found})
+    read = sorted(source.weight_dtypes)
     return ConvertPlan(
         title="mst-convert",
         source=str(place),
@@ -117,11 +116,23 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
         tensors_out=len(made.wanted),
         bytes_out=made.nbytes,
         padding_rows=made.padding_rows,
+        training=f"{', '.join(kept.names)}, iteration {made.tracker}" if (kept := source.kept) else "",
         dequantised=source.quantised,
         left_out=source.left,
         read=source,
         made=made,
     )
+
+
+def _with_training_state(spec: ConvertSpec, source: Source) -> Source:
+    """The source with its training state. InputError where the output cannot hold it, or it cannot be carried."""
+    if spec.to != "megatron" or source.training is None:
+        what = "holds optimizer state, which goes from torch_dist to torch_dist only"
+        raise InputError(what, where=source.directory, hint=training_state.HINT)
+    if spec.dtype and (cast := source.weight_dtypes - {accounts.CASTS[spec.dtype]}):
+        what = f"holds the optimizer state of weights in {', '.join(TORCH_NAMES[name] for name in sorted(cast))}"
+        raise InputError(what, where=source.directory, hint=f"leave out --dtype, or {training_state.HINT}")
+    return training_state.carry(source, padded_vocab(source.model.dims.vocab, spec.vocab_padding))
 
 
 def target_of(spec: ConvertSpec, source: Source) -> Target:
@@ -134,7 +145,9 @@ def target_of(spec: ConvertSpec, source: Source) -> Target:
     naming = megatron_names.naming(source.model, spec.spec, form)
     rows = padded_vocab(source.model.dims.vocab, spec.vocab_padding)
     state = torch_dist.release_state(source.family, source.config, rows, source.hf_dir)
-    return targets.to_torch_dist(source, spec.dtype, naming, spec.vocab_padding, int(spec.max_shard_size), state)
+    size = int(spec.max_shard_size)
+    rest = training_state.rest(source, naming, rows) if source.kept else None
+    return targets.to_torch_dist(source, spec.dtype, naming, spec.vocab_padding, size, state, rest)
 
 
 def layout_of(source: Path) -> str:

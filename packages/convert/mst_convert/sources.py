@@ -13,9 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mst_convert import dequantise
+from mst_convert import dequantise, training_state
 from mst_convert.accounts import check_config, known_faults, tensor_faults
 from mst_convert.adapters.names import is_adapter
+from mst_convert.training_state import TrainingState
 from mst_core import hf_weights, manifest, megatron_names, tensors, torch_dist
 from mst_core.blocks import Array, Block, Coded, Place, Side, of_regions
 from mst_core.errors import InputError, MstError, many
@@ -50,7 +51,11 @@ class Source:
     weight_files: Callable[[], list[Path]]
     left: list[str] = field(default_factory=list)
     optimizer: bool = False
-    """Whether there is optimizer state, which no output holds."""
+    """Whether there is optimizer state."""
+    training: TrainingState | None = None
+    """Of torch_dist: that state, and how it is called. ``training_state.carry`` makes tasks of it."""
+    carried_rows: int = 0
+    """Rows of the vocabulary that go along with the training state; 0 if it stays behind."""
     copies: tuple[str, ...] = ()
     replicas: list[tuple[Array, Array]] = field(default_factory=list)
     vocab_rows: int = 0
@@ -65,6 +70,17 @@ class Source:
     @property
     def family(self) -> Family:
         return self.model.family
+
+    @property
+    def weight_dtypes(self) -> set[str]:
+        """The dtypes of the weights, whatever those of their training state."""
+        state = self.training.of if self.training else {}
+        return {dtype for native, found in self.dtypes.items() if native not in state for dtype in found}
+
+    @property
+    def kept(self) -> TrainingState | None:
+        """The training state, if it is carried."""
+        return self.training if self.carried_rows else None
 
     @cached_property
     def by_native(self) -> dict[str, Task]:
@@ -263,7 +279,8 @@ def config_dir(source: Path, hf_config: Path | None) -> Path:
 
 def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
     """A torch_dist checkpoint of any parallel layout: stacked or per layer, of either spec, or a hybrid."""
-    stored = torch_dist.metadata(source)
+    contents = torch_dist.contents(source)
+    stored = contents.tensors
     if is_adapter(stored):
         hint = f"mst-convert adapter --model {source} --to peft --base BASE --out DIR"
         raise InputError("is an adapter of Megatron-Bridge or mcore-bridge, not a model", where=source, hint=hint)
@@ -293,6 +310,10 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
     if faults:
         raise many(faults, what=f"{source} does not hold a {model.family.architecture}:", hint=_hint(model))
 
+    training = training_state.match(found, naming, stored, left, contents.objects)
+    if training is not None:
+        found |= training[1]
+
     def blocks(task: Task) -> list[Block]:
         made = []
         for part, tensor in found[task.native]:
@@ -302,7 +323,7 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
         return made
 
     rows = next(parts[0][1].shape[0] for native, parts in found.items() if native.endswith(EMBEDDING))
-    sentences = [f"{len(state)} tensors of training state"] if state else []
+    sentences = [f"{len(state)} tensors of training state"] if state or training else []
     if rows > model.dims.vocab:
         sentences.append(f"{rows - model.dims.vocab} rows of vocabulary padding")
     return Source(
@@ -318,7 +339,8 @@ def open_torch_dist(source: Path, hf_config: Path | None = None) -> Source:
         tensors=len(used),
         weight_files=lambda: _files(stored, source),
         left=sentences,
-        optimizer=any(key.startswith(("optimizer.", "chained_")) for key in state),
+        optimizer=training is not None,
+        training=training[0] if training else None,
         copies=shipped(model, encoding),
         vocab_rows=rows,
         dialect=encoding.get("dialect"),

@@ -25,7 +25,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "max_shard_size": ("hf", "megatron"),
 }
 """Settings that belong to some layouts only."""
-HOW = ("hf_config", "part", "weights_only", "workers", "resume", "verify")
+HOW = ("hf_config", "part", "workers", "resume", "verify")
 """Settings that cannot change a byte of the output."""
 
 
@@ -113,7 +113,9 @@ class ConvertSpec(Spec):
         None, description="directory with config.json and tokenizer, for a Megatron checkpoint without hf/ in it"
     )
     weights_only: bool = Field(
-        False, description="leave optimizer state behind; without it a checkpoint that has some is refused"
+        False,
+        description="leave optimizer state behind; without it torch_dist keeps what another one can hold, and the rest"
+        " is refused",
     )
     workers: int = Field(2, ge=1, le=64, description="threads that copy")
     part: str | None = Field(
@@ -169,4 +171,7 @@ class ConvertSpec(Spec):
 
     def changing_bytes(self) -> dict[str, object]:
         """The settings for the manifest: those of the layout that is written."""
-        return self.effective(*HOW, *(field for field, layouts in ONLY.items() if self.to not in layouts))
+        skipped = [field for field, layouts in ONLY.items() if self.to not in layouts]
+        if self.to != "megatron" or not self.weights_only:
+            skipped.append("weights_only")  # only torch_dist could have held more
+        return self.effective(*HOW, *skipped)

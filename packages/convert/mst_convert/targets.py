@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from mst_convert import training_state
 from mst_convert.accounts import CASTS, uneven
 from mst_convert.recipe import OutFile, Recipe
 from mst_convert.sources import Source, arrays_of, hf_blocks
+from mst_convert.training_state import Rest, task_of
 from mst_core import tensors, torch_dist_write
 from mst_core.archive import Segment
 from mst_core.blocks import Array, Block, Move, moves
@@ -44,6 +46,8 @@ class Target:
     """Of Hugging Face tensors: the arrays of each, by name."""
     form: str | None = None
     """Of torch_dist: stacked or per-layer."""
+    tracker: str = "release"
+    """Of Megatron: what latest_checkpointed_iteration.txt says."""
     repeats: bool = False
     """Whether elements are written more than once: legacy ranks keep copies of what is not cut."""
 
@@ -54,7 +58,7 @@ class Target:
 
 def dtype_of(source: Source, task: Task, cast: str | None) -> str:
     """The dtype in which a task is written."""
-    if cast is None or task.native.endswith(KEPT_FP32):
+    if cast is None or task.native.endswith(KEPT_FP32) or training_state.STATE.match(task.native):
         return source.dtypes[task.native][0]
     return CASTS[cast]
 
@@ -129,14 +133,32 @@ def _safetensors(part: Sequence[Wanted], arrays: Mapping[str, Sequence[Array]]) 
 
 
 def to_torch_dist(
-    source: Source, cast: str | None, naming: Naming, vocab_padding: int, max_shard_size: int, state: Mapping[str, Any]
+    source: Source,
+    cast: str | None,
+    naming: Naming,
+    vocab_padding: int,
+    max_shard_size: int,
+    state: Mapping[str, Any],
+    rest: Rest | None = None,
 ) -> Target:
-    """torch_dist as megatron-core writes it; ``state`` is its common_state."""
+    """torch_dist as megatron-core writes it; ``state`` is its common_state, unless training state is carried.
+
+    rest   what belongs to the training state and is no tensor
+    """
     feed = Feed(source)
     mapped = tasks(source.model, vocab_padding)
     named = [(task, *naming.key(task)) for task in mapped]
-    known = {task.native for task in mapped}
-    named += [(task, task.native, False) for task in source.tasks if task.native not in known]  # carried as they are
+    state_of = source.kept.of if source.kept else {}
+    mine = {*(task.native for task in mapped), *state_of}
+    named += [(task, task.native, False) for task in source.tasks if task.native not in mine]  # carried as they are
+    known = {entry[0].native: entry for entry in named}
+    objects = torch_dist_write.objects(named, state)
+    if rest is not None:
+        extra = [(name, rest.extra.get(name, none)) for name, none in torch_dist_write.extra_states(named)]
+        objects = [*extra, *sorted(rest.objects.items())]
+    for prefix, parameter in state_of.values():
+        task, key, stacked = known[parameter]
+        named.append((task_of(task, prefix), prefix + key, stacked))
     dtypes: dict[str, list[str]] = {}
     chunks: list[tuple[Written, Array]] = []
     for task, key, stacked in named:
@@ -149,12 +171,14 @@ def to_torch_dist(
             chunks.append((torch_dist_write.chunk_of(task, key, dtype, stacked, expert), array))
     if faults := uneven(dtypes):
         raise many(faults, what="Megatron keeps one dtype for all of a tensor:", hint="--dtype makes them one")
-    layout = torch_dist_write.Layout(chunks, torch_dist_write.objects(named, state), max_shard_size)
-    files = [OutFile(f"release/{name}", partial(layout.segments, name)) for name in layout.files]
+    layout = torch_dist_write.Layout(chunks, objects, max_shard_size)
+    where = rest.where if rest else "release"
+    files = [OutFile(f"{where}/{name}", partial(layout.segments, name)) for name in layout.files]
     wanted: dict[str, Wanted] = {chunk.key: (chunk.key, chunk.dtype, chunk.shape) for chunk, _ in chunks}
 
     def last() -> dict[str, bytes]:
-        return {f"release/{name}": data for name, data in layout.index().items()}
+        found = {**layout.index(), **(rest.files if rest else {})}
+        return {f"{where}/{name}": data for name, data in found.items()}
 
     vocab = source.model.dims.vocab
     return Target(
@@ -163,4 +187,5 @@ def to_torch_dist(
         last,
         padded_vocab(vocab, vocab_padding) - vocab,
         form=naming.form,
+        tracker=str(rest.iteration) if rest else "release",
     )

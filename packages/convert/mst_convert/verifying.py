@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mst_convert import targets
+from mst_convert import targets, training_state
 from mst_convert.copying import Copying
 from mst_convert.reading import Sources, stretches
 from mst_convert.sources import Source
@@ -69,6 +69,8 @@ def _round_trip(spec: ConvertSpec, source: Source, staging: Staging) -> int:
     from mst_convert.plan import open_source
 
     written = open_source(staging.path, spec.to)
+    if source.kept:
+        written = training_state.carry(written, source.carried_rows)
     reading, total = Sources(), 0
     with console.progress("comparing", len(source.tasks), "tensor") as bar:
         for task in source.tasks:

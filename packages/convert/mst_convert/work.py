@@ -73,7 +73,7 @@ def _finish(
     if spec.to == "hf":
         write_files(staging, carried)
     else:
-        torch_dist.write_megatron_sidecar(staging, carried)
+        torch_dist.write_megatron_sidecar(staging, carried, target.tracker)
     report = verifying.settle(copy, source, target) | verifying.verify(spec, source, target, staging)
     verifying.write_report(staging, report)
     for journal in _journals(spec):
@@ -143,6 +143,9 @@ def _encoding(spec: ConvertSpec, source: Source, target: Target) -> dict[str, An
         names = ("spec", "experts", "tp", "pp", "vp", "ep", "etp", *STAGES)
         told = {name: getattr(spec, name) for name in names}
         return {**{name: value for name, value in told.items() if value not in (None, False)}, **common}
+    if source.kept:
+        common |= {"vocab_fill": "as trained, then zeros", "optimizer": source.kept.names}
+        common["iteration"] = int(target.tracker)
     return {"spec": spec.spec, "form": target.form, **common}
 
 
@@ -171,8 +174,7 @@ def _bytes(sources: Sources, array: Array, start: int, size: int) -> bytearray:
 
 def written_dtype(source: Source) -> str | None:
     """The one dtype of all weights, or None where they differ."""
-    dtypes = {dtype for found in source.dtypes.values() for dtype in found}
-    return next((name for name, cast in CASTS.items() if dtypes == {cast}), None)
+    return next((name for name, cast in CASTS.items() if source.weight_dtypes == {cast}), None)
 
 
 def carried_files(source: Source, dtype: str | None) -> dict[str, Path | bytes]:

@@ -22,7 +22,14 @@ from mst_core.families import Task
 from mst_core.tensors import DTYPE_BYTES, read_into, read_json, torch_dtype
 
 # The writer belongs to this format, and those who read its contract look for it here.
-from mst_core.torch_dist_write import TorchDistWriter, Written, objects, release_state, write_megatron_sidecar
+from mst_core.torch_dist_write import (
+    TorchDistWriter,
+    Written,
+    extra_states,
+    objects,
+    release_state,
+    write_megatron_sidecar,
+)
 from mst_core.untrusted import read_bytes, regular, sizes
 
 if TYPE_CHECKING:
@@ -38,9 +45,11 @@ __all__ = [
     "checkpoint_dir",
     "common_state",
     "data_offset",
+    "extra_states",
     "find",
     "is_megatron",
     "metadata",
+    "object_bytes",
     "objects",
     "read",
     "read_chunk",
@@ -367,14 +376,19 @@ def read_chunk(chunk: Chunk, dtype: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch_dtype(dtype)).reshape(chunk.sizes)
 
 
+def object_bytes(stored: StoredObject) -> bytes:
+    """The archive of an entry that is no tensor."""
+    with stored.file.open("rb") as file:
+        file.seek(stored.file_offset)
+        return file.read(stored.length)
+
+
 def common_state(directory: Path) -> dict[str, Any]:
     """The non-tensor state (iteration, args as a stub, ...), read without torch; empty where there is none."""
     stored = contents(directory).objects.get("common_state/shard_0_1")
     if stored is None:
         return {}
-    with stored.file.open("rb") as file:
-        file.seek(stored.file_offset)
-        value = torch_pickle.load_archive(file.read(stored.length), str(stored.file))
+    value = torch_pickle.load_archive(object_bytes(stored), str(stored.file))
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, dict) else {}

@@ -59,17 +59,18 @@ class Layout:
     """Where every chunk and object stands in which file, known before a byte of weights is read.
 
     chunks    each with the array that is copied into it, in order
-    objects   (key, value) of what is no tensor; they follow the chunks in the last file
+    objects   (key, value) of what is no tensor, or bytes that are its archive; they follow the chunks in the last file
     """
 
     def __init__(
         self, chunks: Sequence[tuple[Written, Array]], objects: Iterable[tuple[str, Any]], max_file_bytes: int
     ) -> None:
-        parts: list[list[list[archive.Entry]]] = [[]]
+        parts: list[list[list[archive.Entry] | bytes]] = [[]]
         lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._places: list[Place] = []
         self._chunks = [chunk for chunk, _ in chunks]
         self._objects: list[str] = []
+        check_filled(self._chunks)
         position = 0
         for chunk, array in chunks:
             if position and position + array.nbytes > max_file_bytes:
@@ -83,11 +84,11 @@ class Layout:
             position += length
         for key, value in objects:
             # megatron-core keeps every object in a list of one.
-            entries = archive.object_entries(torch_pickle.dumps([value]))
-            length = archive.length(entries)
+            held = value if isinstance(value, bytes) else archive.object_entries(torch_pickle.dumps([value]))
+            length = len(held) if isinstance(held, bytes) else archive.length(held)
             self._objects.append(key)
             self._places.append((key, None, data_name(len(parts) - 1), position, length))
-            parts[-1].append(entries)
+            parts[-1].append(held)
             position += length
         self._parts = {data_name(number): part for number, part in enumerate(parts)}
 
@@ -98,8 +99,11 @@ class Layout:
 
     def segments(self, file: str) -> Iterator[archive.Segment]:
         """A data file."""
-        for entries in self._parts[file]:
-            yield from archive.segments(entries)
+        for held in self._parts[file]:
+            if isinstance(held, bytes):
+                yield held
+            else:
+                yield from archive.segments(held)
 
     def index(self) -> dict[str, bytes]:
         """``.metadata`` and ``metadata.json``."""
@@ -110,16 +114,22 @@ Place = tuple[str, tuple[int, ...] | None, str, int, int]
 """Key, offsets (None: an object), file, position in it, length."""
 
 
-def index(chunks: Iterable[Written], objects: Iterable[str], places: Iterable[Place]) -> dict[str, bytes]:
-    """``.metadata`` and ``metadata.json``. InputError if a key's chunks do not fill it."""
-    entries: dict[str, Any] = {}
+def check_filled(chunks: Iterable[Written]) -> dict[str, list[Written]]:
+    """The chunks of each key. InputError if they do not fill it."""
     grouped: dict[str, list[Written]] = {}
     for chunk in chunks:
         grouped.setdefault(chunk.key, []).append(chunk)
     for key, parts in grouped.items():
+        if sum(prod(part.sizes) for part in parts) != prod(parts[0].shape):
+            raise InputError(f"{len(parts)} chunks do not fill {list(parts[0].shape)}", where=key)
+    return grouped
+
+
+def index(chunks: Iterable[Written], objects: Iterable[str], places: Iterable[Place]) -> dict[str, bytes]:
+    """``.metadata`` and ``metadata.json``. InputError if a key's chunks do not fill it."""
+    entries: dict[str, Any] = {}
+    for key, parts in check_filled(chunks).items():
         first = parts[0]
-        if sum(prod(part.sizes) for part in parts) != prod(first.shape):
-            raise InputError(f"{len(parts)} chunks do not fill {list(first.shape)}", where=key)
         listed = [
             Instance(f"{META}.ChunkStorageMetadata", {"offsets": _size(part.offsets), "sizes": _size(part.sizes)})
             for part in parts

@@ -9,6 +9,7 @@ between versions and with object identity, and a checkpoint's id must not; mst_c
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mst_core import archive
 from mst_core.errors import InputError
 from mst_core.tensors import DTYPE_BYTES, TORCH_NAMES
-from mst_core.unpickling import Named, Stub, loads
+from mst_core.unpickling import Named, Stub, loads, traced
 from mst_core.untrusted import MAX_SIZE, regular, sizes
 
 __all__ = ["Named", "Stub", "loads"]
@@ -212,6 +214,44 @@ def _layout(tensor: Any, where: str) -> tuple[str, tuple[int, ...], str, int]:
         if name in (storage_name, dtype):
             return dtype, shape, storage.args[2], offset
     raise InputError("a tensor has a dtype that is not known", where=where)
+
+
+Changes = Callable[[Any], Sequence[tuple[Any, Mapping[str, Any]]]]
+"""Which of the dictionaries and stubs in an object get which items or attributes."""
+
+
+def amended_archive(data: bytes, changes: Changes, where: str) -> bytes:
+    """A ``torch.save`` archive whose object has some values more or others, and is else the same byte for byte.
+
+    The pickle is not written anew, for stubs do not know all of it: opcodes that set the values are put before its end.
+    """
+
+    def read(offset: int, count: int) -> bytes:
+        return data[offset : offset + count]
+
+    _open(read, len(data), where)  # refuses what is no such archive
+    entries = {name: _content(read, entry, where) for name, entry in _entries(read, len(data), where).items()}
+    folder = next(name for name in entries if name.endswith("/data.pkl")).removesuffix("data.pkl")
+    pickled = entries[f"{folder}data.pkl"]
+    value, memo = traced(pickled, where)
+    wanted = [(found, items) for found, items in changes(value) if items]
+    if not wanted:
+        return data
+    numbers = {id(found): number for number, found in memo.items()}
+    out = bytearray(pickled[:-1])
+    for found, items in wanted:
+        if id(found) not in numbers or pickled[1] > 3 or pickled[-1:] != b".":  # from protocol 4 on there are frames
+            raise InputError("is pickled in a way that cannot be amended", where=where)
+        out += b"j" + struct.pack("<I", numbers[id(found)])
+        if isinstance(found, Stub):
+            _emit(out, items)
+            out += b"b0"
+        else:
+            out += dumps(items)[3:-1] + b"0"
+    made = io.BytesIO()
+    content = {name.removeprefix(folder): held for name, held in entries.items()} | {"data.pkl": bytes(out + b".")}
+    archive.write(made, list(content.items()))
+    return made.getvalue()
 
 
 # --- writing ---------------------------------------------------------------------------------------------------

@@ -43,8 +43,9 @@ ALLOWED_BELOW = (
     "torch.storage.",
 )
 """Names that a pickle may speak of. None of them is imported."""
-MAX_NAME, MAX_INTEGER, MAX_KEY, MAX_INTEGER_KEY = 512, 255, 16, 1 << 60
-"""Of a class's name, bytes of an integer, a tuple that is a key, an integer that is one (larger ones share hashes)."""
+MAX_NAME, MAX_INTEGER, MAX_KEY, MAX_INTEGER_KEY, MAX_MORE = 512, 255, 16, 1 << 60, 16
+"""Of a class's name, bytes of an integer, a tuple that is a key, an integer that is one (larger ones share hashes),
+attributes that an object gets after the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,14 @@ class Stub:
 
 def loads(data: bytes, where: str) -> Any:
     """The object of a pickle, with stubs. InputError: not a pickle, or a global that is not on the list."""
+    return traced(data, where)[0]
+
+
+def traced(data: bytes, where: str) -> tuple[Any, dict[int, Any]]:
+    """``loads``, and the pickle's memo: what stands under which number when it ends."""
     machine = _Machine(data, where)
     try:
-        return machine.run()
+        return machine.run(), machine.memo
     except (ValueError, struct.error) as error:
         raise InputError(f"cannot be unpickled: {error}, at byte {machine.at}", where=where) from error
 
@@ -222,8 +228,15 @@ class _Machine:
 
     def build(self) -> None:
         state = self.pop()
-        if isinstance(into := self.top(), Stub):
-            into.state = state  # attributes of dictionaries (_metadata of a state_dict) are not needed
+        into = self.top()
+        if not isinstance(into, Stub):
+            return  # attributes of dictionaries (_metadata of a state_dict) are not needed
+        if isinstance(into.state, dict) and isinstance(state, dict):
+            if len(state) > MAX_MORE:
+                raise ValueError("an object gets its attributes twice")
+            into.state.update(state)  # what torch_pickle.amended_archive adds
+        else:
+            into.state = state
 
     def persistent(self) -> None:
         pid = self.pop()
