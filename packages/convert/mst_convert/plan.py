@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from mst_convert import accounts, gguf, sources, sources_legacy, targets, targets_legacy
+from mst_convert import accounts, gguf, logits, sources, sources_legacy, targets, targets_legacy
 from mst_convert.gguf import GGUFHeader
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
@@ -44,6 +44,8 @@ class ConvertPlan(Plan):
     padding_rows: int = 0
     dequantised: list[str] = Field(default_factory=list)
     left_out: list[str] = Field(default_factory=list)
+    memory: int = 0
+    """Bytes that ``--verify logits`` takes."""
     read: Source | None = Field(None, exclude=True, repr=False)
     made: Target | None = Field(None, exclude=True, repr=False)
     gguf: GGUFHeader | None = Field(None, exclude=True, repr=False)
@@ -61,6 +63,10 @@ class ConvertPlan(Plan):
         ]
         if self.padding_rows:
             table.append(("vocabulary", f"padded with {self.padding_rows} rows of zeros"))
+        if self.memory:
+            table.append(
+                ("logits", f"both sides run on the CPU in fp32, one after the other: {console.size(self.memory)}")
+            )
         table += [("dequantised", text) for text in self.dequantised]
         table += [("left out", text) for text in self.left_out]
         return table
@@ -97,6 +103,7 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
             hint="--weights-only leaves it behind",
         )
     made = target_of(spec, source)
+    memory = logits.check(spec, source) if spec.verify == "logits" else 0
     read = sorted({dtype for found in source.dtypes.values() for dtype in found})
     return ConvertPlan(
         title="mst-convert",
@@ -119,6 +126,7 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
         padding_rows=made.padding_rows,
         dequantised=source.quantised,
         left_out=source.left,
+        memory=memory,
         read=source,
         made=made,
     )
@@ -167,6 +175,8 @@ def _check_places(spec: ConvertSpec, source: Path, layout: str) -> None:
 
 
 def _from_gguf(spec: ConvertSpec, source: Path) -> ConvertPlan:
+    if spec.verify == "logits":
+        raise InputError("--verify logits needs two models to run, and a GGUF file is dequantised", where=source)
     if spec.hf_config is not None:
         raise InputError("--hf-config is for Megatron checkpoints; a GGUF file holds its own", where=source)
     header = gguf.read_header(source)

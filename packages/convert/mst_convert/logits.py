@@ -1,0 +1,226 @@
+"""``--verify logits``: both sides run over the same random tokens, in fp32 on the CPU, and their logits compared.
+
+transformers runs a Hugging Face side, megatron-core a Megatron one. Each runs in processes of its own: one model is in
+memory at a time, and the bridge that lets megatron-core run without CUDA would make transformers' logits NaN.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mst_convert.sources import Source
+from mst_convert.spec import ConvertSpec
+from mst_convert.targets import Target
+from mst_core import console, devices, legacy, megatron_names, torch_dist
+from mst_core.errors import InputError, MissingPackage, MstError, RunError
+from mst_core.families import LOGITS, PROOFS
+
+if TYPE_CHECKING:
+    from mst_core.checkpoint import Staging
+
+TOKENS = (2, 32)
+"""Sequences, and their length where the model has as many positions."""
+MOST_RANKS = 16
+"""Processes that a legacy checkpoint may take: one for each of its files."""
+PROCESS = 1 << 30
+"""Bytes of a process with torch and its libraries, the first; each further one shares much of it."""
+INSTEAD = "--verify roundtrip compares every tensor instead"
+PACKAGES = {"hf": "transformers", "megatron": "megatron.core", "megatron-legacy": "megatron.core"}
+
+
+class Side(NamedTuple):
+    """A checkpoint to run: its layout, its tp, pp and ep, the rows of a Megatron vocabulary."""
+
+    layout: str
+    directory: Path
+    hf: Path
+    vocab_rows: int = 0
+    sizes: tuple[int, int, int] = (1, 1, 1)
+
+    @property
+    def ranks(self) -> int:
+        tp, pp, ep = self.sizes
+        return tp * pp * ep
+
+
+def memory(source: Source, ranks: int) -> int:
+    """Bytes that a side takes: its weights in fp32, a quarter more while they are loaded, and its processes."""
+    return source.model.parameters * 5 + PROCESS + (ranks - 1) * PROCESS // 2
+
+
+def check(spec: ConvertSpec, source: Source) -> int:
+    """Refuse, by the plan, a model that either library cannot run, and (but for a dry run) a machine that cannot.
+    Returns the bytes of memory that it takes.
+
+    InputError, MissingPackage.
+    """
+    layouts = {source.layout, spec.to}
+    family, config, where = source.family, source.config, source.hf_dir / "config.json"
+    if family.carried:
+        raise _cannot(f"{family.architecture} has a vision tower, which text does not run", where)
+    if source.quantised:
+        raise _cannot("its source is quantised, and transformers runs that on a GPU only", where)
+    try:
+        family.megatron(config, where)
+    except InputError as error:
+        raise _cannot(error.what, where) from error
+    if "hf" in layouts and (PROOFS[family.name] != LOGITS or config.get("model_type") != family.model_type):
+        raise _cannot(
+            f"transformers has no {family.architecture} of model_type {config.get('model_type')!r}"
+            " without code from elsewhere",
+            where,
+        )
+    sizes = (_legacy_sizes(source.directory) if source.layout == "megatron-legacy" else (1, 1, 1), _sizes(spec))
+    if source.layout == "megatron":
+        stored = torch_dist.metadata(source.directory)
+        if megatron_names.detect(source.model, source.tasks, stored).fsdp:
+            raise _cannot("megatron-core's loader does not read fsdp_dtensor into a GPTModel", source.directory)
+    if spec.to == "megatron-legacy" and spec.vp > 1:
+        raise _cannot("virtual pipeline stages (--vp)", source.directory)
+    ranks = max(tp * pp * ep for tp, pp, ep in sizes)
+    if ranks > MOST_RANKS:
+        raise _cannot(f"{ranks} ranks (at most {MOST_RANKS} are started)", source.directory)
+    needed = memory(source, ranks)
+    if not spec.dry_run:
+        _check_machine(layouts, needed)
+    return needed
+
+
+def _cannot(what: str, where: Path) -> InputError:
+    return InputError(f"--verify logits cannot run it: {what}", where=where, hint=INSTEAD)
+
+
+def _check_machine(layouts: set[str], needed: int) -> None:
+    missing = sorted({name for layout in layouts if not _installed(name := PACKAGES[layout])})
+    if missing:
+        what = f"--verify logits needs {' and '.join(missing)}"
+        raise MissingPackage(what, hint="pip install 'mst-tools-core[engine,megatron]'")
+    free = devices.free_memory()
+    if needed > free:
+        sizes = f"{console.size(needed)} of memory (the weights in fp32), {console.size(free)} are free"
+        raise InputError(f"--verify logits takes {sizes}", hint=INSTEAD)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _sizes(spec: ConvertSpec) -> tuple[int, int, int]:
+    return (spec.tp, spec.pp, spec.ep) if spec.to == "megatron-legacy" else (1, 1, 1)
+
+
+def _legacy_sizes(place: Path) -> tuple[int, int, int]:
+    """tp, pp and ep of a legacy source. InputError for a layout that is not run."""
+    ranks = legacy.read(place)
+    tp, pp, ep = (max(numbers) + 1 for numbers in zip(*((r.tp, r.pp, r.ep) for r in ranks), strict=True))
+    layers = {sum(".self_attention.linear_proj.weight" in name for name in rank.stages[0]) for rank in ranks}
+    if len(ranks[0].stages) > 1 or len(layers) > 1 or len(ranks) != tp * pp * ep:
+        raise _cannot("virtual or uneven pipeline stages, or experts on a tensor parallel size of their own", place)
+    if any(name.endswith((".experts.weight1", ".experts.weight2")) for name in ranks[0].stages[0]):
+        raise _cannot("experts of the old GroupedMLP, which megatron-core no longer has", place)
+    return tp, pp, ep
+
+
+# --- the comparison ----------------------------------------------------------------------------------------------
+
+
+def compare(spec: ConvertSpec, source: Source, target: Target, staging: Staging) -> dict[str, Any]:
+    """Run both sides. Returns the figures for the report; RunError if the logits differ by more than the threshold.
+
+    The difference is the largest of all logits; it is measured in standard deviations of the source's logits.
+    """
+    from safetensors.torch import load_file
+
+    legacy_source = source.layout == "megatron-legacy"
+    sizes = _legacy_sizes(source.directory) if legacy_source else (1, 1, 1)
+    first = Side(source.layout, source.directory, source.hf_dir, source.vocab_rows, sizes)
+    out = staging.path
+    rows = source.model.dims.vocab + target.padding_rows
+    second = Side(spec.to, out, out if spec.to == "hf" else out / "hf", rows, _sizes(spec))
+    tokens = _tokens(source)
+    with tempfile.TemporaryDirectory(prefix="mst-logits-") as folder, console.progress("running", 2, "model") as bar:
+        found = []
+        for name, side, rounded in (("source", first, spec.dtype), ("output", second, None)):
+            place = Path(folder, name)
+            place.mkdir()
+            _run(side, tokens, place / "logits.safetensors", rounded if rounded != "fp32" else None)
+            found.append(load_file(place / "logits.safetensors")["logits"])
+            bar.advance()
+    one, other = found
+    difference, spread = float((one - other).abs().max()), float(one.std())
+    # Written so that NaN fails too; logits that are all alike would compare nothing.
+    if not (spread > 0 and difference <= spec.logits_threshold * spread):
+        raise RunError(
+            f"the logits of source and output differ by {difference:.2e}, {difference / (spread or 1):.1e} of their"
+            f" standard deviation {spread:.2e}; --logits-threshold is {spec.logits_threshold:g}",
+            where=source.directory,
+            hint="config.json or mst's knowledge of this architecture is wrong: please report it",
+        )
+    return {
+        "difference": difference,
+        "standard_deviation": spread,
+        "threshold": spec.logits_threshold,
+        "tokens": [len(tokens), len(tokens[0])],
+        **({"not_run": "multi-token-prediction layers"} if source.model.dims.more.get("mtp") else {}),
+    }
+
+
+def _tokens(source: Source) -> list[list[int]]:
+    draw = random.Random(0)
+    positions = source.family.megatron(source.config, source.hf_dir)["gpt"]["max_sequence_length"]
+    rows, length = TOKENS
+    return [[draw.randrange(source.model.dims.vocab) for _ in range(min(length, positions))] for _ in range(rows)]
+
+
+def _run(side: Side, tokens: list[list[int]], out: Path, rounded: str | None) -> None:
+    """The logits of one side to ``out``, in new processes."""
+    from mst_core.engine import launch
+
+    if side.layout == "hf":
+        arguments: tuple[Any, ...] = ("mst_convert.logits:run_transformers", 1, side.directory, tokens, out, rounded)
+    else:
+        asked = (side.directory, side.hf, side.vocab_rows, side.layout == "megatron-legacy", *side.sizes, rounded)
+        arguments = ("mst_core.engine.megatron.logits:write", side.ranks, asked, tokens, out)
+    try:
+        launch.run_on_cpu(*arguments)
+    except MstError as error:
+        raise type(error)(error.what, where=error.where, hint=INSTEAD) from error
+
+
+def run_transformers(directory: Path, tokens: list[list[int]], out: Path, rounded: str | None) -> None:
+    """logits_BTV (fp32) of transformers' own model to a safetensors file. InputError if it cannot load every weight.
+
+    rounded   "bf16" or "fp16": the weights are rounded to it first, as the conversion does
+    """
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise InputError(f"transformers cannot load it: {error}", where=directory) from error
+    wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind]]
+    if wrong:
+        raise InputError(f"transformers does not find {', '.join(sorted(wrong)[:10])}", where=directory)
+    with torch.no_grad():
+        for parameter in model.parameters() if rounded else ():
+            parameter.copy_(parameter.to({"bf16": torch.bfloat16, "fp16": torch.float16}[rounded or ""]))
+        logits_BTV = model.eval()(torch.tensor(tokens), use_cache=False).logits
+    save_file({"logits": logits_BTV.float().contiguous()}, out)
