@@ -20,6 +20,8 @@ from mst_core.errors import InputError, MissingPackage, MstError, RunError
 from mst_core.families import LOGITS, PROOFS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mst_core.checkpoint import Staging
 
 TOKENS = (2, 32)
@@ -132,10 +134,7 @@ def _legacy_sizes(place: Path) -> tuple[int, int, int]:
 
 
 def compare(spec: ConvertSpec, source: Source, target: Target, staging: Staging) -> dict[str, Any]:
-    """Run both sides. Returns the figures for the report; RunError if the logits differ by more than the threshold.
-
-    The difference is the largest of all logits; it is measured in standard deviations of the source's logits.
-    """
+    """Run both sides. Returns the figures for the report; RunError if the logits differ by more than the threshold."""
     from safetensors.torch import load_file
 
     legacy_source = source.layout == "megatron-legacy"
@@ -153,23 +152,31 @@ def compare(spec: ConvertSpec, source: Source, target: Target, staging: Staging)
             _run(side, tokens, place / "logits.safetensors", rounded if rounded != "fp32" else None)
             found.append(load_file(place / "logits.safetensors")["logits"])
             bar.advance()
-    one, other = found
-    difference, spread = float((one - other).abs().max()), float(one.std())
-    # Written so that NaN fails too; logits that are all alike would compare nothing.
-    if not (spread > 0 and difference <= spec.logits_threshold * spread):
-        raise RunError(
-            f"the logits of source and output differ by {difference:.2e}, {difference / (spread or 1):.1e} of their"
-            f" standard deviation {spread:.2e}; --logits-threshold is {spec.logits_threshold:g}",
-            where=source.directory,
-            hint="config.json or mst's knowledge of this architecture is wrong: please report it",
-        )
+    difference, spread = judge(*found, spec.logits_threshold, source.directory)
     return {
         "difference": difference,
         "standard_deviation": spread,
         "threshold": spec.logits_threshold,
         "tokens": [len(tokens), len(tokens[0])],
-        **({"not_run": "multi-token-prediction layers"} if source.model.dims.more.get("mtp") else {}),
+        **({"not_run": "multi-token-prediction layers"} if "mtp" in source.model.facts else {}),
     }
+
+
+def judge(one: Tensor, other: Tensor, threshold: float, where: Path) -> tuple[float, float]:
+    """The largest difference of two logits, and the standard deviation of ``one``'s, which ``threshold`` multiplies.
+    RunError if the difference is more."""
+    difference, spread = float((one - other).abs().max()), float(one.std())
+    # Written so that NaN fails too; logits that are all alike would compare nothing.
+    if not (spread > 0 and difference <= threshold * spread):
+        measured = f"{difference / (spread or 1):.1e} of their standard deviation {spread:.2e}"
+        raise RunError(
+            f"the logits of source and output differ by {difference:.2e}, {measured};"
+            f" --logits-threshold is {threshold:g}",
+            where=where,
+            hint="weights, config.json and mst's rules for the architecture do not fit together; if the model runs well"
+            " elsewhere, please report it",
+        )
+    return difference, spread
 
 
 def _tokens(source: Source) -> list[list[int]]:
