@@ -194,7 +194,10 @@ def test_the_threshold_is_a_flag(hf: Callable[[str], Path], tmp_path: Path, mst:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "norm after attention"),
     "glm4": ({"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}, "post_self_attn_layernorm"),
-    "internlm2": ({"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}, "code from elsewhere"),
+    "internlm2": (
+        {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False},
+        "code from elsewhere",
+    ),
     "no model_type": ({"architectures": ["LlamaForCausalLM"]}, "model_type None"),
     "q_lora_rank null": (
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **MODELS["deepseek-v3"][1]}

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import random
 import tempfile
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mst_convert.accounts import CASTS
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
 from mst_convert.targets import Target
-from mst_core import console, devices, legacy, megatron_names, torch_dist
-from mst_core.errors import InputError, MissingPackage, MstError, RunError
+from mst_core import console, devices, legacy, megatron_names, tensors, torch_dist
+from mst_core.errors import InputError, MissingPackage, RunError
 from mst_core.families import LOGITS, PROOFS
 
 if TYPE_CHECKING:
@@ -35,18 +37,13 @@ PACKAGES = {"hf": "transformers", "megatron": "megatron.core", "megatron-legacy"
 
 
 class Side(NamedTuple):
-    """A checkpoint to run: its layout, its tp, pp and ep, the rows of a Megatron vocabulary."""
+    """A checkpoint to run; of Megatron's: where config.json is, the rows of its vocabulary, its tp, pp and ep."""
 
     layout: str
     directory: Path
     hf: Path
-    vocab_rows: int = 0
-    sizes: tuple[int, int, int] = (1, 1, 1)
-
-    @property
-    def ranks(self) -> int:
-        tp, pp, ep = self.sizes
-        return tp * pp * ep
+    vocab_rows: int
+    sizes: tuple[int, int, int]
 
 
 def memory(source: Source, ranks: int) -> int:
@@ -76,14 +73,13 @@ def check(spec: ConvertSpec, source: Source) -> int:
             " without code from elsewhere",
             where,
         )
-    sizes = (_legacy_sizes(source.directory) if source.layout == "megatron-legacy" else (1, 1, 1), _sizes(spec))
+    ranks = max(prod(_source_sizes(source)), prod(_sizes(spec)))
     if source.layout == "megatron":
         stored = torch_dist.metadata(source.directory)
         if megatron_names.detect(source.model, source.tasks, stored).fsdp:
             raise _cannot("megatron-core's loader does not read fsdp_dtensor into a GPTModel", source.directory)
     if spec.to == "megatron-legacy" and spec.vp > 1:
         raise _cannot("virtual pipeline stages (--vp)", source.directory)
-    ranks = max(tp * pp * ep for tp, pp, ep in sizes)
     if ranks > MOST_RANKS:
         raise _cannot(f"{ranks} ranks (at most {MOST_RANKS} are started)", source.directory)
     needed = memory(source, ranks)
@@ -118,8 +114,11 @@ def _sizes(spec: ConvertSpec) -> tuple[int, int, int]:
     return (spec.tp, spec.pp, spec.ep) if spec.to == "megatron-legacy" else (1, 1, 1)
 
 
-def _legacy_sizes(place: Path) -> tuple[int, int, int]:
-    """tp, pp and ep of a legacy source. InputError for a layout that is not run."""
+def _source_sizes(source: Source) -> tuple[int, int, int]:
+    """tp, pp and ep of the source. InputError for a legacy layout that is not run."""
+    if source.layout != "megatron-legacy":
+        return (1, 1, 1)
+    place = source.directory
     ranks = legacy.read(place)
     tp, pp, ep = (max(numbers) + 1 for numbers in zip(*((r.tp, r.pp, r.ep) for r in ranks), strict=True))
     layers = {sum(".self_attention.linear_proj.weight" in name for name in rank.stages[0]) for rank in ranks}
@@ -137,22 +136,20 @@ def compare(spec: ConvertSpec, source: Source, target: Target, staging: Staging)
     """Run both sides. Returns the figures for the report; RunError if the logits differ by more than the threshold."""
     from safetensors.torch import load_file
 
-    legacy_source = source.layout == "megatron-legacy"
-    sizes = _legacy_sizes(source.directory) if legacy_source else (1, 1, 1)
-    first = Side(source.layout, source.directory, source.hf_dir, source.vocab_rows, sizes)
-    out = staging.path
+    first = Side(source.layout, source.directory, source.hf_dir, source.vocab_rows, _source_sizes(source))
     rows = source.model.dims.vocab + target.padding_rows
-    second = Side(spec.to, out, out if spec.to == "hf" else out / "hf", rows, _sizes(spec))
+    second = Side(spec.to, staging.path, staging.path / "hf", rows, _sizes(spec))
+    rounded = CASTS[spec.dtype] if spec.dtype else None
     tokens = _tokens(source)
     with tempfile.TemporaryDirectory(prefix="mst-logits-") as folder, console.progress("running", 2, "model") as bar:
         found = []
-        for name, side, rounded in (("source", first, spec.dtype), ("output", second, None)):
-            place = Path(folder, name)
-            place.mkdir()
-            _run(side, tokens, place / "logits.safetensors", rounded if rounded != "fp32" else None)
-            found.append(load_file(place / "logits.safetensors")["logits"])
+        for name, side, dtype in (("source", first, rounded), ("output", second, None)):
+            out = Path(folder, name, "logits.safetensors")
+            out.parent.mkdir()
+            _run(side, tokens, out, dtype)
+            found.append(load_file(out)["logits"])
             bar.advance()
-    difference, spread = judge(*found, spec.logits_threshold, source.directory)
+    difference, spread = judge(found[0], found[1], spec.logits_threshold, source.directory)
     return {
         "difference": difference,
         "standard_deviation": spread,
@@ -194,17 +191,17 @@ def _run(side: Side, tokens: list[list[int]], out: Path, rounded: str | None) ->
         arguments: tuple[Any, ...] = ("mst_convert.logits:run_transformers", 1, side.directory, tokens, out, rounded)
     else:
         asked = (side.directory, side.hf, side.vocab_rows, side.layout == "megatron-legacy", *side.sizes, rounded)
-        arguments = ("mst_core.engine.megatron.logits:write", side.ranks, asked, tokens, out)
+        arguments = ("mst_core.engine.megatron.logits:write", prod(side.sizes), asked, tokens, out)
     try:
         launch.run_on_cpu(*arguments)
-    except MstError as error:
+    except (InputError, RunError) as error:
         raise type(error)(error.what, where=error.where, hint=INSTEAD) from error
 
 
 def run_transformers(directory: Path, tokens: list[list[int]], out: Path, rounded: str | None) -> None:
     """logits_BTV (fp32) of transformers' own model to a safetensors file. InputError if it cannot load every weight.
 
-    rounded   "bf16" or "fp16": the weights are rounded to it first, as the conversion does
+    rounded   "BF16" or another: the weights are rounded to it first, as the conversion does
     """
     import torch
     import transformers
@@ -226,8 +223,8 @@ def run_transformers(directory: Path, tokens: list[list[int]], out: Path, rounde
     wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind]]
     if wrong:
         raise InputError(f"transformers does not find {', '.join(sorted(wrong)[:10])}", where=directory)
+    if rounded:
+        tensors.round_to(model, rounded)
     with torch.no_grad():
-        for parameter in model.parameters() if rounded else ():
-            parameter.copy_(parameter.to({"bf16": torch.bfloat16, "fp16": torch.float16}[rounded or ""]))
         logits_BTV = model.eval()(torch.tensor(tokens), use_cache=False).logits
     save_file({"logits": logits_BTV.float().contiguous()}, out)

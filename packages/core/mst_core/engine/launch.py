@@ -86,7 +86,12 @@ def run_ranks(function: str, engine: str, ranks: int, *arguments: Any) -> Any:
 
 def run_on_cpu(function: str, ranks: int, *arguments: Any) -> Any:
     """``function`` on new processes of this machine, which see no accelerator, whatever launched this one."""
-    return _elastic(f"{__name__}:_without_accelerators", ranks, (function, *arguments))
+    threads = os.environ.get("OMP_NUM_THREADS")
+    try:
+        return _elastic(f"{__name__}:_without_accelerators", ranks, (function, *arguments))
+    finally:
+        if threads is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # that of these ranks, which the next launch may not want
 
 
 def _without_accelerators(function: str, *arguments: Any) -> Any:

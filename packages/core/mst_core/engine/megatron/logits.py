@@ -37,7 +37,7 @@ class Checkpoint(NamedTuple):
     hf           the directory of its config.json
     vocab_rows   rows of the embedding, padding included
     legacy       ``mp_rank_*`` files of tp, pp and ep; else torch_dist
-    rounded      "bf16" or "fp16": the weights are rounded to it first, as a conversion with ``--dtype`` does
+    rounded      "BF16" or another: the weights are rounded to it first, as a conversion with ``--dtype`` does
     """
 
     directory: Path
@@ -65,9 +65,12 @@ def write(asked: tuple[Any, ...], tokens: list[list[int]], out: Path) -> None:
     family = families.family_for(config, source.hf)
     known = family.model(config, source.hf)
     model = build(family.megatron(config, source.hf), source)
-    (_load_ranks if source.legacy else _load_torch_dist)(model, source, known, out.parent)
+    if source.legacy:
+        _load_rank(model, source.directory)
+    else:
+        _load_torch_dist(model, source.directory, known, out.parent / "view")
     if source.rounded:
-        round_to(model, source.rounded)
+        tensors.round_to(model, source.rounded)
     tokens_BT = torch.tensor(tokens)
     batch = Batch(tokens_BT, torch.zeros(tokens_BT.shape), torch.full((len(tokens),), tokens_BT.shape[1]))
     logits_BTV = step.logits(model, batch, known.dims.vocab)
@@ -75,13 +78,6 @@ def write(asked: tuple[Any, ...], tokens: list[list[int]], out: Path) -> None:
     if logits_BTV is not None and first:
         save_file({"logits": logits_BTV.contiguous()}, out)
     groups.stop()
-
-
-@torch.no_grad()
-def round_to(model: torch.nn.Module, dtype: str) -> None:
-    """Every parameter rounded once to ``dtype``; a router's selection bias is a buffer, and a conversion keeps it."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]))
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
@@ -96,10 +92,10 @@ def build(settings: Groups, source: Checkpoint) -> Any:
     config = _config(settings, source)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if "mla" in settings:
-        from mst_core.engine.megatron.attention import Attention
+        from mst_core.engine.megatron import attention
 
-        for layer in block.layer_specs:  # the local one takes no keys and values of different sizes
-            layer.submodules.self_attention.submodules.core_attention = Attention
+        for layer in block.layer_specs:  # the local one takes no values of another size than keys
+            layer.submodules.self_attention.submodules.core_attention = attention.Attention
     model = GPTModel(
         config=config,
         transformer_layer_spec=block,
@@ -165,15 +161,15 @@ def _put(model: Any, state: dict[str, Any], where: Path) -> None:
 # --- torch_dist --------------------------------------------------------------------------------------------------
 
 
-def _load_torch_dist(model: Any, source: Checkpoint, known: Model, folder: Path) -> None:
+def _load_torch_dist(model: Any, directory: Path, known: Model, view: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from torch.distributed.checkpoint.api import CheckpointException
 
-    stored = torch_dist.metadata(source.directory)
+    stored = torch_dist.metadata(directory)
     naming = megatron_names.detect(known, families.tasks(known), stored)
-    view = _view(stored, _local_name(naming, known), folder / "view")
+    _make_view(stored, _local_name(naming, known), view)
     apart = {"non_homogeneous_layers": True} if naming.form == "per-layer" else None
     asked = {
         name: entry
@@ -183,8 +179,8 @@ def _load_torch_dist(model: Any, source: Checkpoint, known: Model, folder: Path)
     try:
         loaded = dist_checkpointing.load({"model": asked}, str(view))["model"]
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
-        raise InputError(f"megatron-core cannot load it: {error}", where=source.directory) from error
-    _put(model, loaded, source.directory)
+        raise InputError(f"megatron-core cannot load it: {error}", where=directory) from error
+    _put(model, loaded, directory)
 
 
 def _local_name(naming: megatron_names.Naming, known: Model) -> Callable[[str], str]:
@@ -208,7 +204,7 @@ def _local_name(naming: megatron_names.Naming, known: Model) -> Callable[[str], 
     return local_name
 
 
-def _view(stored: dict[str, StoredTensor], rename: Callable[[str], str], view: Path) -> Path:
+def _make_view(stored: dict[str, StoredTensor], rename: Callable[[str], str], view: Path) -> None:
     """A torch_dist directory whose data files are links to ``stored``'s and whose table of contents is ours."""
     view.mkdir()
     chunks: list[torch_dist_write.Written] = []
@@ -223,13 +219,12 @@ def _view(stored: dict[str, StoredTensor], rename: Callable[[str], str], view: P
     for name, content in torch_dist_write.index(chunks, [], places).items():
         (view / name).write_bytes(content)
     torch.save({}, view / "common.pt")  # megatron-core wants a common state, and reads this one first
-    return view
 
 
 # --- legacy ------------------------------------------------------------------------------------------------------
 
 
-def _load_ranks(model: Any, source: Checkpoint, known: Model, folder: Path) -> None:
+def _load_rank(model: Any, directory: Path) -> None:
     """The file of this rank, under the names it has there or, of TransformerEngine's spec, the local spec's."""
     from megatron.core import parallel_state
 
@@ -238,7 +233,7 @@ def _load_ranks(model: Any, source: Checkpoint, known: Model, folder: Path) -> N
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
-    rank = next(rank for rank in legacy.read(source.directory) if (rank.tp, rank.pp, rank.ep) == place)
+    rank = next(rank for rank in legacy.read(directory) if (rank.tp, rank.pp, rank.ep) == place)
     mine = _weights(model)
     state: dict[str, torch.Tensor] = {}
     for name, stored in rank.stages[0].items():
@@ -248,8 +243,7 @@ def _load_ranks(model: Any, source: Checkpoint, known: Model, folder: Path) -> N
 
 
 def _read(stored: legacy.RankTensor) -> torch.Tensor:
-    dtype = tensors.torch_dtype(stored.dtype)
-    out = torch.empty(stored.shape, dtype=dtype)
+    out = torch.empty(stored.shape, dtype=tensors.torch_dtype(stored.dtype))
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.offset)
         tensors.read_into(file, tensors.raw(out), stored.file)
