@@ -155,6 +155,7 @@ def test_heads_in_another_order_are_found_though_they_come_back(
     assert "differ by" in fails(spec_of(tmp_path / "hf", "megatron", tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_a_config_that_changes_meanwhile_is_found(
     hf: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +235,7 @@ def test_layouts_that_cannot_run_are_refused_by_the_plan(
 ) -> None:
     monkeypatch.setattr(logits, "MOST_RANKS", 8)
     kind, dims = MODELS["mixtral"]
-    config = {"architectures": ["MixtralForCausalLM"], "model_type": kind, **dims}
+    config = {"architectures": ["MixtralForCausalLM"], "model_type": kind, "num_experts_per_tok": 2, **dims}
     with pytest.raises(InputError, match=word):
         planning.plan(spec_of(headers(tmp_path / "hf", config), "megatron-legacy", tmp_path / "out", **settings))
 
