@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from mst_convert import accounts, gguf, sources, sources_legacy, targets, targets_legacy, training_state
+from mst_convert import accounts, gguf, logits, sources, sources_legacy, targets, targets_legacy, training_state
 from mst_convert.gguf import GGUFHeader
 from mst_convert.sources import Source
 from mst_convert.spec import ConvertSpec
@@ -45,6 +45,8 @@ class ConvertPlan(Plan):
     training: str = ""
     dequantised: list[str] = Field(default_factory=list)
     left_out: list[str] = Field(default_factory=list)
+    memory: int = 0
+    """Bytes that ``--verify logits`` takes."""
     read: Source | None = Field(None, exclude=True, repr=False)
     made: Target | None = Field(None, exclude=True, repr=False)
     gguf: GGUFHeader | None = Field(None, exclude=True, repr=False)
@@ -64,6 +66,10 @@ class ConvertPlan(Plan):
             table.append(("vocabulary", f"padded with {self.padding_rows} rows of zeros"))
         if self.training:
             table.append(("training state", self.training))
+        if self.memory:
+            table.append(
+                ("logits", f"both sides run on the CPU in fp32, one after the other: {console.size(self.memory)}")
+            )
         table += [("dequantised", text) for text in self.dequantised]
         table += [("left out", text) for text in self.left_out]
         return table
@@ -96,6 +102,7 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
     if source.optimizer and not spec.weights_only:
         source = _with_training_state(spec, source)
     made = target_of(spec, source)
+    memory = logits.check(spec, source) if spec.verify == "logits" else 0
     read = sorted(source.weight_dtypes)
     return ConvertPlan(
         title="mst-convert",
@@ -119,6 +126,7 @@ def _between(spec: ConvertSpec, place: Path, layout: str) -> ConvertPlan:
         training=f"{', '.join(kept.names)}, iteration {made.tracker}" if (kept := source.kept) else "",
         dequantised=source.quantised,
         left_out=source.left,
+        memory=memory,
         read=source,
         made=made,
     )
@@ -180,6 +188,8 @@ def _check_places(spec: ConvertSpec, source: Path, layout: str) -> None:
 
 
 def _from_gguf(spec: ConvertSpec, source: Path) -> ConvertPlan:
+    if spec.verify == "logits":
+        raise InputError("--verify logits needs two models to run, and a GGUF file is dequantised", where=source)
     if spec.hf_config is not None:
         raise InputError("--hf-config is for Megatron checkpoints; a GGUF file holds its own", where=source)
     header = gguf.read_header(source)

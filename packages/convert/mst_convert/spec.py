@@ -25,7 +25,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "max_shard_size": ("hf", "megatron"),
 }
 """Settings that belong to some layouts only."""
-HOW = ("hf_config", "part", "workers", "resume", "verify")
+HOW = ("hf_config", "part", "workers", "resume", "verify", "logits_threshold")
 """Settings that cannot change a byte of the output."""
 
 
@@ -125,9 +125,16 @@ class ConvertSpec(Spec):
         " the disk; the last one to end makes the output appear",
     )
     resume: bool = Field(False, description="go on with OUT.partial of a conversion that was killed")
-    verify: Literal["none", "hash", "roundtrip"] = Field(
+    verify: Literal["none", "hash", "roundtrip", "logits"] = Field(
         "hash",
-        description="before the output appears: read it back against its hashes, or convert it back and compare too",
+        description="before the output appears: read it back against its hashes; convert it back and compare too; or"
+        " run both sides on the CPU and compare their logits too",
+    )
+    logits_threshold: float = Field(
+        1e-4,
+        gt=0,
+        allow_inf_nan=False,
+        description="--verify logits: largest difference, in standard deviations of the logits",
     )
 
     @model_validator(mode="after")
@@ -137,6 +144,8 @@ class ConvertSpec(Spec):
         for field, layouts in ONLY.items():
             if field in self.model_fields_set and getattr(self, field) is not None and self.to not in layouts:
                 raise ValueError(f"--{field.replace('_', '-')} belongs to --to {' or '.join(layouts)}")
+        if "logits_threshold" in self.model_fields_set and self.verify != "logits":
+            raise ValueError("--logits-threshold belongs to --verify logits")
         if self.parts[0] > self.parts[1]:
             raise ValueError(f"--part {self.part}: there is no such part")
         if self.to == "megatron-legacy" and self.spec == "hybrid":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mst_convert import targets, training_state
+from mst_convert import logits, targets, training_state
 from mst_convert.copying import Copying
 from mst_convert.reading import Sources, stretches
 from mst_convert.sources import Source
@@ -55,6 +55,8 @@ def verify(spec: ConvertSpec, source: Source, target: Target, staging: Staging) 
     found: dict[str, Any] = {"verified": "hash", "files": len(names)}
     if spec.verify == "roundtrip":
         found |= {"verified": "roundtrip", "equal_elements": _round_trip(spec, source, staging)}
+    if spec.verify == "logits":
+        found |= {"verified": "logits", "logits": logits.compare(spec, source, target, staging)}
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 Device = Literal["cuda", "npu", "cpu"]
@@ -34,3 +35,22 @@ def precision() -> Literal["fp32", "bf16"]:
 def collective_backend(device: Device) -> str:
     """The torch.distributed backend of a device."""
     return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[device]
+
+
+CONTROL_GROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Where a container's limit, its use and the part of it that is cache stand (cgroup 2 and 1)."""
+
+
+def free_memory() -> int:
+    """Bytes that a process may still take: what the kernel calls available, or what a container has left, if less."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    for names in CONTROL_GROUPS:
+        limit, used, stat = (Path("/sys/fs/cgroup", name) for name in names[:3])
+        if limit.is_file() and (most := limit.read_text().strip()) != "max":
+            cache = dict(line.split() for line in stat.read_text().splitlines())[names[3]]
+            free = min(free, int(most) - int(used.read_text()) + int(cache))
+    return max(0, free)

@@ -70,13 +70,13 @@ class Naming:
         stacked = self.form == "stacked" and task.layer is not None
         name = task.key if stacked else task.native
         if self.spec == "local":
-            name = _local(name, self.mla)
+            name = local_key(name, self.mla)
         if self.spec == "hybrid":
             name = _hybrid(name, task.layer)
         return self.prefix + name, stacked
 
 
-def _local(name: str, mla: bool) -> str:
+def local_key(name: str, mla: bool) -> str:
     """torch_dist keys of the local spec: its key map turns every pre-MLP norm but MLA's into linear_fc1's."""
     if not mla:
         return name.replace(f".{MLP_NORM}", f".{FC1_NORM}")

@@ -216,6 +216,16 @@ def read(ref: TensorRef) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch_dtype(ref.dtype)).reshape(ref.shape)
 
 
+def round_to(model: torch.nn.Module, dtype: str) -> None:
+    """Every parameter rounded once to ``dtype`` (safetensors name), kept in its own. Buffers, as a router's selection
+    bias, stay what they are: a conversion with ``--dtype`` keeps them too."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch_dtype(dtype)))
+
+
 def read_into(file: Any, view: memoryview, where: Path) -> None:
     """Fill ``view`` from an unbuffered file. InputError if the file ends first (it changed under us)."""
     done = 0

@@ -85,6 +85,22 @@ def run_ranks(function: str, engine: str, ranks: int, *arguments: Any) -> Any:
     return _elastic(function, ranks, arguments)
 
 
+def run_on_cpu(function: str, ranks: int, *arguments: Any) -> Any:
+    """``function`` on new processes of this machine, which see no accelerator, whatever launched this one."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    try:
+        return _elastic(f"{__name__}:_without_accelerators", ranks, (function, *arguments))
+    finally:
+        if threads is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # that of these ranks, which the next launch may not want
+
+
+def _without_accelerators(function: str, *arguments: Any) -> Any:
+    # Before torch asks for devices, which it has not yet done in a process that was spawned.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ""
+    return load(function)(*arguments)
+
+
 def _elastic(function: str, ranks: int, arguments: tuple[Any, ...]) -> Any:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""The two modules of a layer that megatron-core's local spec lacks for sequence parallelism and windows.
+"""The two modules of a layer that megatron-core's local spec lacks for sequence parallelism, windows and MLA.
 
 Shapes: S sequence, B batch, N heads of this rank, G key-value groups of this rank, D head size.
 """
@@ -38,8 +38,11 @@ class Attention(MegatronModule):
         self.window = config.window_size[0] if windowed else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object) -> Tensor:
-        """(S, B, N, D), (S, B, G, D), (S, B, G, D) -> (S, B, N * D). Causal, so ``attention_mask`` is not needed."""
-        length, batch, heads, size = query.shape
+        """(S, B, N, D), (S, B, G, D), (S, B, G, E) -> (S, B, N * E), E = D but for MLA.
+
+        Causal, so ``attention_mask`` is not needed.
+        """
+        length, batch, heads = query.shape[:3]
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         mask = None
         if self.window is not None and length > self.window + 1:
@@ -48,4 +51,4 @@ class Attention(MegatronModule):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != heads
         )
-        return out.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
+        return out.permute(2, 0, 1, 3).reshape(length, batch, -1)

@@ -14,8 +14,8 @@ from mst_core.engine.megatron import cpu
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def start(tp: int, pp: int, seed: int) -> None:
-    """Join the world and make Megatron's groups: tensor parallel ranks adjacent, then data, then pipeline."""
+def start(tp: int, pp: int, seed: int, ep: int = 1) -> None:
+    """Join the world and make Megatron's groups: tensor parallel ranks adjacent, then data (experts), then pipeline."""
     cpu.apply()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -25,7 +25,10 @@ def start(tp: int, pp: int, seed: int) -> None:
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, create_gloo_process_groups=device != "cpu"
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        create_gloo_process_groups=device != "cpu",
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
