@@ -106,7 +106,7 @@ def pair(folder: Path, source: Path, command: list[str], cold: bool, number: int
 
     def ours() -> None:
         nonlocal memory
-        memory = run([*command, "--out", str(out)])
+        memory, _ = run([*command, "--out", str(out)])
 
     works: dict[str, Callable[[], None]] = {"copy": copy, "ours": ours}
     for name in sorted(works, reverse=bool(number % 2)):
@@ -132,21 +132,22 @@ def settle(source: Path, cold: bool) -> None:
                     pass
 
 
-def run(words: list[str]) -> int:
-    """Run a command to its end; its peak of anonymous memory in bytes."""
+def run(words: list[str], env: dict[str, str] | None = None) -> tuple[int, int]:
+    """Run a command to its end; its peaks in bytes of anonymous and of all resident memory."""
     # As installed: with compiled modules, which the first run writes.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env = {name: value for name, value in (env or os.environ).items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
-    peak, over = 0, threading.Event()
+    peaks, over = {"RssAnon": 0, "VmHWM": 0}, threading.Event()
 
     def watch() -> None:
-        nonlocal peak
         while not over.wait(0.02):
             try:
                 lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             except OSError:
                 return
-            peak = max([peak, *(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))])
+            for name, _, value in (line.partition(":") for line in lines):
+                if name in peaks:
+                    peaks[name] = max(peaks[name], int(value.split()[0]) << 10)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -155,7 +156,7 @@ def run(words: list[str]) -> int:
     watcher.join()
     if process.returncode:
         sys.exit(f"{' '.join(words)}\n{said}")
-    return peak
+    return peaks["RssAnon"], peaks["VmHWM"]
 
 
 def random_model(directory: Path, config: dict[str, Any], nbytes: float) -> None:
