@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
-from mst_core import checkpoint, manifest
+from mst_core import checkpoint, manifest, torch_dist
 from mst_core.errors import InputError
 from mst_core.families import family_for, pack, tasks
 
@@ -118,10 +118,21 @@ def test_a_tied_internlm2_keeps_the_head_it_ships(tmp_path: Path) -> None:
         convert(model=hf, to="megatron", out=tmp_path / "no")
 
 
+def common_state(out: Path) -> dict[str, Any]:
+    """What megatron-core finds beside the tensors."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    found: dict[str, Any] = load_common_state_dict(str(torch_dist.checkpoint_dir(out)))
+    return found
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in UNEVEN])
 def test_hybrid_and_back(tmp_path: Path, name: str) -> None:
     hf = make(tmp_path / "hf", name)
     out = convert(model=hf, to="megatron", out=tmp_path / "m", spec="hybrid")
+    if arguments := common_state(out).get("args"):  # or Megatron-LM would take it for a GPTModel's
+        assert arguments.num_layers == len(arguments.hybrid_layer_pattern)
+        assert set(arguments.hybrid_layer_pattern) in ({"*", "-"}, {"*", "E"})
     same(hf, convert(model=out, to="hf", out=tmp_path / "back"))
     te = convert(model=out, to="megatron", out=tmp_path / "te", max_shard_size=5000)
     assert len(list((te / "release").glob("*.distcp"))) > 1

@@ -152,7 +152,8 @@ def target_of(spec: ConvertSpec, source: Source) -> Target:
     form = spec.form or ("stacked" if source.model.uniform and spec.spec != "hybrid" else "per-layer")
     naming = megatron_names.naming(source.model, spec.spec, form)
     rows = padded_vocab(source.model.dims.vocab, spec.vocab_padding)
-    state = torch_dist.release_state(source.family, source.config, rows, source.hf_dir)
+    pattern = megatron_names.hybrid_pattern(source.model) if spec.spec == "hybrid" else ""
+    state = torch_dist.release_state(source.family, source.config, rows, source.hf_dir, pattern)
     size = int(spec.max_shard_size)
     rest = training_state.rest(source, naming, rows) if source.kept else None
     return targets.to_torch_dist(source, spec.dtype, naming, spec.vocab_padding, size, state, rest)

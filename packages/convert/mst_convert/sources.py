@@ -107,7 +107,7 @@ def manifest_of(source: Path) -> manifest.Manifest | None:
         return None
     made = manifest.read(source)
     if made.kind != "model":
-        raise InputError(f"holds a {made.kind}, not a model", where=source)
+        raise InputError(f"is no model but of the kind {made.kind}", where=source)
     return made
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mst_core import torch_dist, torch_pickle
 from mst_core.errors import InputError
 from mst_core.families import Task, tasks
-from mst_core.megatron_names import Naming, Part
+from mst_core.megatron_names import Naming, Part, hybrid_pattern
 from mst_core.torch_dist import StoredObject, StoredTensor
 from mst_core.untrusted import read_bytes
 
@@ -208,7 +208,7 @@ def _changes(state: dict[str, Any], source: Source, naming: Naming, rows: int) -
         new["padded_vocab_size"] = rows
     was = source.training is not None and source.training.naming.spec == "hybrid"
     if known and was != (naming.spec == "hybrid"):  # a HybridModel counts attention and MLP as two layers
-        layers = source.model.dims.layers
-        pattern = ("*E" if any(task.experts for task in source.tasks) else "*-") * layers
-        new |= {"num_layers": layers * (1 if was else 2), "hybrid_layer_pattern": None if was else pattern}
+        pattern = hybrid_pattern(source.model)
+        layers = source.model.dims.layers if was else len(pattern)
+        new |= {"num_layers": layers, "hybrid_layer_pattern": None if was else pattern}
     return [*found, (args, new)] if new else found

@@ -85,6 +85,11 @@ def local_key(name: str, mla: bool) -> str:
     return name
 
 
+def hybrid_pattern(model: Model) -> str:
+    """HybridModel's layers: attention and MLP or experts, in turn."""
+    return ("*E" if "experts" in model.dims.more else "*-") * model.dims.layers
+
+
 def _hybrid(name: str, layer: int | None) -> str:
     """HybridModel: attention of GPT layer i is layer 2i, its MLP or experts 2i + 1; the last norm is final_norm."""
     if layer is None:

@@ -16,7 +16,6 @@ from mst_core.tensors import TensorRef
 SEQ_LENGTH = 1024
 """The longest row where --seq-length says nothing."""
 
-LM_HEAD = "lm_head.weight"
 TRAINABLE = ("F32", "BF16", "F16")
 
 
@@ -162,7 +161,7 @@ def _check_tensors(found: Mapping[str, TensorRef], model: families.Model, where:
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise InputError(f"lacks {len(missing)} tensors that its config needs: {_some(missing)}", where=where)
-    spare = {LM_HEAD} if model.tied else set()
+    spare = model.duplicates().keys()
     unknown = sorted(
         name for name in found.keys() - wanted.keys() - spare if not model.family.is_ignored(name, model.dims)
     )

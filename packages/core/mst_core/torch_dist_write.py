@@ -255,12 +255,15 @@ def write_megatron_sidecar(staging: Staging, hf_files: Mapping[str, Path | bytes
             staging.copy(source, f"hf/{name}")
 
 
-def release_state(family: Family, config: Config, vocab_rows: int, where: Path) -> dict[str, Any]:
+def release_state(
+    family: Family, config: Config, vocab_rows: int, where: Path, hybrid_pattern: str = ""
+) -> dict[str, Any]:
     """The ``common_state`` of a ``release/`` directory: what Megatron-LM's training reads (MEGATRON.md).
 
     ``args`` lets ``--use-checkpoint-args`` build the model; it is left out where Megatron's arguments cannot say what
     config.json says (a rope scaling of its own), for a wrong model is worse than a question.
-    ``vocab_rows``   rows of the embedding as written, padding included
+    ``vocab_rows``       rows of the embedding as written, padding included
+    ``hybrid_pattern``   of a HybridModel, which counts attention and MLP as layers of their own
     """
     state: dict[str, Any] = {
         "checkpoint_version": 3.0,
@@ -303,4 +306,6 @@ def release_state(family: Family, config: Config, vocab_rows: int, where: Path) 
         "padded_vocab_size": vocab_rows,
         "iteration": 0,
     }
+    if hybrid_pattern:
+        arguments |= {"num_layers": len(hybrid_pattern), "hybrid_layer_pattern": hybrid_pattern}
     return {**state, "args": Instance("argparse.Namespace", arguments)}

@@ -132,7 +132,7 @@ def _check_tensors(directory: Path, model: Model, refs: Mapping[str, TensorRef])
             problems.append(InputError(f"has shape {refs[name].shape}, config.json says {shape}", where=name))
     for name in refs.keys() - wanted.keys():
         # Some writers keep a tied head; transformers ties it again and does not read it.
-        if not (model.family.is_ignored(name, model.dims) or (model.tied and name == "lm_head.weight")):
+        if not (model.family.is_ignored(name, model.dims) or name in model.duplicates()):
             problems.append(InputError("is not a tensor of this architecture", where=name))
     if problems:
         problems.sort(key=str)
