@@ -90,7 +90,7 @@ def test_an_adapter_and_a_gguf_file(model: Path, data: Path) -> None:
 
 def test_files_of_rows(model: Path, data: Path) -> None:
     assert "no such file" in str(refused(model, data.with_name("none.jsonl")))
-    other = data.with_suffix(".csv")
+    other = data.with_suffix(".xml")
     other.write_text("a,b\n")
     assert "rows come as .jsonl" in str(refused(model, data, eval_data=(other,)))
 

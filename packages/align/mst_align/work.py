@@ -38,6 +38,8 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dic
         objective=dpo_objective(spec.beta),
         units=loaded.samples,
         eval_units=evaluated.samples,
+        sources=plan.sources,
+        order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
@@ -46,5 +48,5 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dic
 def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Pairs, Pairs]:
     """The training and evaluation pairs."""
     renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
-    evaluated = load.pairs(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
-    return load.pairs(spec.data, renderer, spec.bad_rows), evaluated
+    evaluated = load.pairs(plan.eval_sources, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
+    return load.pairs(plan.sources, renderer, spec.bad_rows), evaluated

@@ -8,4 +8,4 @@ from mst_train.spec import TrainSpec
 
 def plan(spec: TrainSpec) -> RunPlan:
     """See mst_core.runplan."""
-    return plan_run(spec, f"mst-train, {spec.stage}")
+    return plan_run(spec, f"mst-train, {spec.stage}", template=spec.stage == "sft")

@@ -12,4 +12,6 @@ from mst_core.runspec import RunSpec
 class TrainSpec(RunSpec):
     """Train a language model on your rows."""
 
-    stage: Literal["sft"] = Field("sft", description="sft: learn the assistant's turns of conversations")
+    stage: Literal["sft", "cpt"] = Field(
+        "sft", description="sft: learn the assistant's turns of conversations; cpt: every token of documents"
+    )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mst_core import devices
 from mst_core.data import load
+from mst_core.data.documents import Documents
 from mst_core.data.render import Renderer, Sample, load_tokenizer
+from mst_core.data.sources import Source
 from mst_core.engine import launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
-from mst_train.objective import SFT
+from mst_train.objective import STAGES
 from mst_train.spec import TrainSpec
 
 Rows = load.Loaded[Sample]
@@ -35,9 +39,11 @@ def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         spec=spec.model_copy(update=effective),
         model_dir=plan.model_dir,
         engine=plan.engine,
-        objective=SFT,
+        objective=STAGES[spec.stage],
         units=[(sample,) for sample in loaded.samples],
         eval_units=[(sample,) for sample in evaluated.samples],
+        sources=plan.sources,
+        order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
@@ -45,6 +51,12 @@ def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
 
 def rows(spec: TrainSpec, plan: RunPlan) -> tuple[Rows, Rows]:
     """The training and evaluation rows."""
-    renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
-    evaluated = load.sft(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
-    return load.sft(spec.data, renderer, spec.bad_rows), evaluated
+    tokenizer = load_tokenizer(plan.model_dir, template=spec.stage == "sft")
+    read: Callable[[Sequence[Source]], Rows]
+    if spec.stage == "cpt":
+        read = partial(load.cpt, documents=Documents(tokenizer, plan.seq_length), bad_rows=spec.bad_rows)
+    else:
+        renderer = Renderer(tokenizer, plan.seq_length, spec.truncate)
+        read = partial(load.sft, renderer=renderer, bad_rows=spec.bad_rows)
+    evaluated = read(plan.eval_sources) if spec.eval_data else load.Loaded()
+    return read(plan.sources), evaluated

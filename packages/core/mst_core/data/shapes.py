@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mst_core.data.rows import Row, kind
+from mst_core.data.records import Row, kind
 from mst_core.errors import RowError
 
 Message = dict[str, str]
@@ -71,6 +71,8 @@ class Pair:
 
 def conversation(row: Row) -> Conversation:
     """The messages of an SFT row. Raises RowError with the reason."""
+    if "text" in row.data and not set(row.data) & {field for shape in SFT_SHAPES for field in shape.needed}:
+        raise RowError("is a text, not a conversation; --stage cpt learns texts", where=row.where)
     shape, row = match(row, SFT_SHAPES)
     if shape.name == "messages":
         return Conversation(check(row, messages(row, "messages")))

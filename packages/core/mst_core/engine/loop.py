@@ -46,14 +46,16 @@ def fit(
     spec: RunSpec,
     staging: Staging | None,
     eval_units: Sequence[Unit] = (),
+    order: Order | None = None,
 ) -> Fit:
     """Train ``engine`` on ``units``. Every rank calls it with the same arguments (``staging`` on rank 0 only).
 
     Raises RunError (NaN), Stopped (SIGTERM).
     """
-    steps = spec.total_steps(len(units))
+    order = order or Order(len(units), spec.seed)
+    steps = spec.total_steps(order.size)
     done = Fit(steps)
-    batches = list(islice(Order(len(units), spec.seed).batches(spec.global_batch), steps))
+    batches = list(islice(order.batches(spec.global_batch), steps))
     mine = _mine(batches, engine, spec)
     references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")

@@ -10,6 +10,8 @@ from typing import Any
 
 from mst_core import checkpoint, files, manifest
 from mst_core.checkpoint import Staging
+from mst_core.data.order import Order
+from mst_core.data.sources import Source, paths
 from mst_core.engine import launch, loop
 from mst_core.engine.loop import Unit
 from mst_core.engine.seam import Engine, Objective
@@ -33,6 +35,9 @@ class Job:
     objective: Objective
     units: Sequence[Unit]
     eval_units: Sequence[Unit] = ()
+    sources: Sequence[Source] = ()
+    """Where the units are from; their files are parents of what is made."""
+    order: Order | None = None
     rejected: str = ""
     """The content of rejected.jsonl, if rows were set aside."""
     notes: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +49,7 @@ def execute(job: Job) -> dict[str, Any]:
     parents = _parents(job) if launch.rank() == 0 else []
     engine = launch.make_engine(job.engine, job.spec, job.model_dir)
     with _staging(job, engine) as staging:
-        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units)
+        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, job.order)
         engine.save(staging)
         result: dict[str, Any] = {}
         if staging is not None:
@@ -67,7 +72,7 @@ def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]
 def _parents(job: Job) -> list[Parent]:
     """The model, by its id and the digest of its weights, and each file of rows by its hash."""
     base = manifest.identify(job.model_dir)
-    data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in job.spec.data]
+    data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in paths(job.sources)]
     return [Parent(role="base", id=base.id, weights=base.digests.weights), *data]
 
 
@@ -75,6 +80,9 @@ def _settings(job: Job, steps: int) -> dict[str, Any]:
     """What was in effect, so that two ways of saying the same (a default, an epoch) give the same id."""
     spec = job.spec
     found = {**spec.effective(*NOT_IN_THE_ID, *LORA), "engine": job.engine, "dp": spec.dp, "steps": steps}
+    if any(source.first or source.weight for source in job.sources):
+        # What is left out of the hashes of the files: how much of each was taken.
+        found["data"] = [{"first": source.first, "share": source.weight} for source in job.sources]
     if spec.lora_rank is not None:
         found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
     return found
