@@ -49,8 +49,9 @@ class RunPlan(Plan):
         return Path(self.model)
 
 
-def plan_run(spec: RunSpec, title: str, *, template: bool = True) -> RunPlan:
-    """``template``: the rows are conversations, so a chat template is needed.
+def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool = True) -> RunPlan:
+    """``template``: the rows are conversations, so a chat template is needed. ``counted``: a row is a sample, so that
+    counting the rows tells the steps.
 
     Raises SettingsError or InputError for everything that need not wait for the run."""
     checkpoint.check_out(spec.out, spec.overwrite)
@@ -86,7 +87,11 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True) -> RunPlan:
         raise SettingsError(f"--seq-length {spec.seq_length} is beyond the model's {limit} positions")
     checkpoint.check_free(spec.out, 0 if spec.lora_rank else model.parameters * 2)
     lines = _count(spec, data)
-    known = f"{spec.total_steps(lines or 0)}" if spec.steps or lines is not None else "known when the rows are read"
+    known = (
+        f"{spec.total_steps(lines or 0)}"
+        if spec.steps or (counted and lines is not None)
+        else "known when the rows are read"
+    )
     what = "all weights" if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
     return RunPlan(
         title=title,

@@ -157,5 +157,5 @@ def _name(row: Row) -> str:
 
 def _shown(messages: Sequence[Message]) -> str:
     if len(messages) == 1:
-        return messages[0]["content"]
+        return str(messages[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

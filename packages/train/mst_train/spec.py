@@ -15,3 +15,6 @@ class TrainSpec(RunSpec):
     stage: Literal["sft", "cpt"] = Field(
         "sft", description="sft: learn the assistant's turns of conversations; cpt: every token of documents"
     )
+    packing: bool = Field(
+        False, description="several samples in a row of --seq-length, kept apart exactly; batches count packed rows"
+    )

@@ -11,7 +11,7 @@ from mst_core.data import load
 from mst_core.data.documents import Documents
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import Source
-from mst_core.engine import launch, run
+from mst_core.engine import batches, launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
 from mst_train.objective import STAGES
@@ -27,6 +27,8 @@ def work(spec: TrainSpec, plan: RunPlan) -> Result:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
+    if spec.packing:
+        loaded.pack(plan.seq_length, spec.seed)
     done = launch.run_ranks("mst_train.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
     return Result(text=str(spec.out), data=done)
 
@@ -40,8 +42,8 @@ def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         model_dir=plan.model_dir,
         engine=plan.engine,
         objective=STAGES[spec.stage],
-        units=[(sample,) for sample in loaded.samples],
-        eval_units=[(sample,) for sample in evaluated.samples],
+        units=batches.Singles(loaded.samples),
+        eval_units=batches.Singles(evaluated.samples),
         sources=plan.sources,
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),

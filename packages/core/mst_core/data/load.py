@@ -12,7 +12,7 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from mst_core import console
-from mst_core.data import rows, shapes
+from mst_core.data import pack, rows, shapes
 from mst_core.data.documents import Documents
 from mst_core.data.order import Order
 from mst_core.data.records import BadLine, Row
@@ -28,12 +28,14 @@ Data = Sequence[Source] | Sequence[Path]
 class Loaded[T]:
     """What files gave. A row can give several samples (templates that rewrite history)."""
 
-    samples: list[T] = field(default_factory=list)
+    samples: Sequence[T] = field(default_factory=list)
     rows: int = 0
     duplicates: int = 0
     truncated: int = 0
     counts: list[tuple[Source, int]] = field(default_factory=list)
     """How many samples each source gave; they lie one source after another."""
+    packed: int = 0
+    """How many samples stand in the packed rows that ``samples`` are; 0: they are not packed."""
     rejected: list[dict[str, Any]] = field(default_factory=list)
     """Rows set aside: file, line, reason and the row itself (its text where it is no JSON object)."""
 
@@ -55,13 +57,32 @@ class Loaded[T]:
                 f"rejected.jsonl; the first is {first['file']}:{first['line']}: {first['reason']}"
             )
 
+    def pack(self: Loaded[Sample], size: int, seed: int) -> None:
+        """Pack the samples into rows of ``size`` tokens; those of a source with a share only with one another."""
+        lengths = [len(sample.tokens) for sample in self.samples]
+        apart = any(source.weight is not None for source, _ in self.counts)
+        counts, made, first = [], [], 0
+        for source, count in self.counts if apart else [(None, len(lengths))]:
+            rows = pack.bins(lengths[first : first + count], size, seed)
+            made += [[first + index for index in row] for row in rows]
+            counts.append((source, len(rows)))
+            first += count
+        self.packed = len(lengths)
+        self.samples = pack.Packed(self.samples, made)
+        self.counts = [(source, count) for source, count in counts if source is not None]
+        fill = sum(lengths) / (len(made) * size)
+        console.say(f"{len(lengths)} samples packed into {len(made)} rows of {size} tokens, {fill:.0%} full")
+
     def order(self, seed: int, size: int | None) -> Order:
         """The order of the samples: ``size`` of an epoch (--num-samples; None: all), in the sources' shares."""
         shares = [(count, source.weight) for source, count in self.counts if source.weight is not None]
         for source, count in self.counts:
             if source.weight is not None and not count:
                 raise InputError("has a share and no usable row", where=source.name)
-        return Order(len(self.samples), seed, len(self.samples) if size is None else size, shares)
+        rows = len(self.samples)
+        if size is not None:
+            size = max(1, round(size * rows / self.packed)) if self.packed else size
+        return Order(rows, seed, rows if size is None else size, shares)
 
     def rejects(self) -> str:
         """The content of rejected.jsonl."""
@@ -91,15 +112,17 @@ def load[T](given: Data, make: Callable[[Row], list[T]], bad_rows: BadRows = "er
     """``make`` of each row. Raises one error that lists every bad row, or InputError if no row is left."""
     loaded: Loaded[T] = Loaded()
     errors: list[RowError] = []
+    samples: list[T] = []
+    loaded.samples = samples
     seen: set[bytes] = set()
     for source in (item if isinstance(item, Source) else Source(str(item), (item,)) for item in given):
-        before, taken = len(loaded.samples), 0
+        before, taken = len(samples), 0
         for row in islice(rows.read(source.files), source.first):
             taken += 1
             try:
                 if isinstance(row, BadLine):
                     raise row.error
-                loaded.samples += make(row)
+                samples += make(row)
             except RowError as error:
                 errors.append(error)
                 content = row.text if isinstance(row, BadLine) else row.data
@@ -111,7 +134,7 @@ def load[T](given: Data, make: Callable[[Row], list[T]], bad_rows: BadRows = "er
             seen.add(digest)
         if source.first and taken < source.first:
             console.warn(f"{source.name}: it holds {taken} rows, fewer than the {source.first} asked for")
-        loaded.counts.append((source, len(loaded.samples) - before))
+        loaded.counts.append((source, len(samples) - before))
     if not errors and not loaded.samples:
         raise InputError("holds no rows", where=", ".join(str(getattr(item, "name", item)) for item in given))
     if errors and (bad_rows == "error" or not loaded.samples):

@@ -37,7 +37,7 @@ class Order:
             drawn = _stretch(rows, f"{self.seed}/source {source}", number * quota, quota)
             found += [first + index for index in drawn]
             first += rows
-        return [found[index] for index in _permutation(len(found), f"{self.seed}/{number}")]
+        return [found[index] for index in permutation(len(found), f"{self.seed}/{number}")]
 
     def quotas(self) -> list[int]:
         """How many rows of an epoch each source gives: its share, rounded so that they sum to ``size``."""
@@ -67,11 +67,12 @@ def _stretch(count: int, seed: str, start: int, size: int) -> list[int]:
     found: list[int] = []
     while len(found) < size:
         number, begin = divmod(start + len(found), count)
-        found += _permutation(count, f"{seed}/{number}")[begin : begin + size - len(found)]
+        found += permutation(count, f"{seed}/{number}")[begin : begin + size - len(found)]
     return found
 
 
-def _permutation(count: int, seed: str) -> list[int]:
+def permutation(count: int, seed: str) -> list[int]:
+    """The numbers below ``count`` in an order that ``seed`` alone decides."""
     indices = list(range(count))
     # Fisher and Yates over random(): of all its methods, the one whose values Python promises to keep.
     draw = random.Random(seed).random

@@ -40,6 +40,8 @@ class Sample:
     tokens: list[int]
     mask: list[int]
     truncated: bool = False
+    parts: tuple[int, ...] = ()
+    """Of a packed row (pack.py): the lengths of the samples in it, which sum to its own."""
 
     @property
     def learnt(self) -> int:

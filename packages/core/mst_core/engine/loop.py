@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -131,7 +131,7 @@ def _mine(batches: Sequence[Sequence[int]], engine: Engine, spec: RunSpec) -> se
 
 
 def _unlearnt(unit: Unit) -> Unit:
-    return tuple(Sample(sample.tokens, [0] * len(sample.tokens)) for sample in unit)
+    return tuple(replace(sample, mask=[0] * len(sample.tokens)) for sample in unit)
 
 
 def _collate(units: Sequence[Unit], references: list[Tensor] | None) -> Batch:
