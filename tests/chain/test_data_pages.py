@@ -32,6 +32,7 @@ def place(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(6)]
     (folder / "rows" / "one.json").write_text(json.dumps(rows))
     (folder / "more.csv").write_text("instruction,output\n" + "".join(f"pack box {i},dozen\n" for i in range(5)))
+    (folder / "own.yaml").write_text("unicode: true\nwords: [2, 1000]\nnear_duplicates: {similarity: 0.9}\n")
     for i in range(6):
         (folder / "texts" / f"{i}.txt").write_text(
             f"The quick brown fox number {i} jumps over the lazy dog. " * i + "End."

@@ -185,7 +185,9 @@ def test_the_first_rows_of_a_source(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(RowError, match="1 of 4 rows cannot be used"):
         take(4)
     path.write_text('{"n": 1}\n')
-    assert take(9).counts[0][1] == 1
+    short = take(9)
+    assert short.counts[0][1] == 1
+    short.report("rows")
     assert "it holds 1 rows, fewer than the 9 asked for" in capsys.readouterr().err
 
 

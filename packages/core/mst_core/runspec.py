@@ -28,6 +28,7 @@ class RunSpec(Spec):
     eval_data: tuple[Name, ...] = Field((), description="rows to measure the loss on")
     num_samples: int | None = Field(None, ge=1, description="rows of an epoch (default: all)")
     out: Path = Field(description="the directory that comes out")
+    cache: Path = Field(Path("~/.cache/mst"), description="tokenised rows, by what they were made from")
     seed: int = Field(0, ge=0, description="order of rows, initialisation")
     bad_rows: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mst_core.runspec import RunSpec
 
@@ -18,3 +18,12 @@ class TrainSpec(RunSpec):
     packing: bool = Field(
         False, description="several samples in a row of --seq-length, kept apart exactly; batches count packed rows"
     )
+    clean: str | None = Field(
+        None, description="of --stage cpt: remove documents by a template, web or a YAML file; see removed.jsonl"
+    )
+
+    @model_validator(mode="after")
+    def _cleans_documents(self) -> Self:
+        if self.clean is not None and self.stage != "cpt":
+            raise ValueError("--clean is for documents: --stage cpt")
+        return self

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from mst_core import devices
-from mst_core.data import load
+from mst_core.data import clean, load
 from mst_core.data.documents import Documents
 from mst_core.data.render import Renderer, Sample, load_tokenizer
-from mst_core.data.sources import Source
+from mst_core.data.sources import taken
 from mst_core.engine import batches, launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
@@ -35,6 +33,7 @@ def work(spec: TrainSpec, plan: RunPlan) -> Result:
 
 def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
     """What each rank runs, on the rows that were rendered once for all of them."""
+    rules = clean.template(spec.clean) if spec.clean else None
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-train",
@@ -45,6 +44,9 @@ def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         units=batches.Singles(loaded.samples),
         eval_units=batches.Singles(evaluated.samples),
         sources=plan.sources,
+        attached={"removed.jsonl": loaded.removed} if loaded.removed else {},
+        settings={**taken(plan.sources), "clean": rules.model_dump(mode="json") if rules else None},
+        notes={"samples": loaded.packed or len(loaded.samples), "cleaned": loaded.cleaned},
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
@@ -54,11 +56,13 @@ def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
 def rows(spec: TrainSpec, plan: RunPlan) -> tuple[Rows, Rows]:
     """The training and evaluation rows."""
     tokenizer = load_tokenizer(plan.model_dir, template=spec.stage == "sft")
-    read: Callable[[Sequence[Source]], Rows]
+    cache = load.Cache(spec.cache, plan.model_dir)
     if spec.stage == "cpt":
-        read = partial(load.cpt, documents=Documents(tokenizer, plan.seq_length), bad_rows=spec.bad_rows)
-    else:
-        renderer = Renderer(tokenizer, plan.seq_length, spec.truncate)
-        read = partial(load.sft, renderer=renderer, bad_rows=spec.bad_rows)
-    evaluated = read(plan.eval_sources) if spec.eval_data else load.Loaded()
-    return read(plan.sources), evaluated
+        documents = Documents(tokenizer, plan.seq_length)
+        rules = clean.template(spec.clean) if spec.clean else None
+        loaded = load.cpt(plan.sources, documents, spec.bad_rows, cache, rules)
+        # What is measured stays as it is.
+        return loaded, load.cpt(plan.eval_sources, documents, spec.bad_rows, cache) if spec.eval_data else load.Loaded()
+    renderer = Renderer(tokenizer, plan.seq_length, spec.truncate)
+    loaded = load.sft(plan.sources, renderer, spec.bad_rows, cache)
+    return loaded, load.sft(plan.eval_sources, renderer, spec.bad_rows, cache) if spec.eval_data else load.Loaded()

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from blake3 import blake3
 
 from mst_core import console
-from mst_core.data import pack, rows, shapes
+from mst_core.data import pack, rows, shapes, store
+from mst_core.data.clean import Cleaner, Rules
 from mst_core.data.documents import Documents
 from mst_core.data.order import Order
 from mst_core.data.records import BadLine, Row
@@ -22,6 +23,14 @@ from mst_core.errors import InputError, RowError, many
 
 BadRows = Literal["error", "skip"]
 Data = Sequence[Source] | Sequence[Path]
+
+
+class Sink[T](Protocol):
+    """Where samples go: a list, or a store.Writer."""
+
+    def extend(self, samples: list[T], /) -> None: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass
@@ -39,6 +48,13 @@ class Loaded[T]:
     rejected: list[dict[str, Any]] = field(default_factory=list)
     """Rows set aside: file, line, reason and the row itself (its text where it is no JSON object)."""
 
+    notes: list[str] = field(default_factory=list)
+    """What else a person should know."""
+    cleaned: dict[str, int] = field(default_factory=dict)
+    """Rows that each rule of cleaning removed (``unicode``: repaired)."""
+    removed: Path | None = None
+    """The file of those removed."""
+
     def report(self, what: str) -> None:
         """Say what was loaded, and what was not."""
         console.say(f"{what}: {self.rows} rows, {len(self.samples)} samples")
@@ -46,6 +62,11 @@ class Loaded[T]:
             if source.left:
                 listed = ", ".join(source.left[:5]) + (" ..." if len(source.left) > 5 else "")
                 console.warn(f"{source.name}: {len(source.left)} files of other kinds were not read: {listed}")
+        for note in self.notes:
+            console.warn(note)
+        if self.cleaned:
+            counts = ", ".join(f"{rule} {count}" for rule, count in sorted(self.cleaned.items()))
+            console.say(f"{what}: cleaning removed rows (unicode: repaired them): {counts}; see removed.jsonl")
         if self.duplicates:
             console.warn(f"{what}: {self.duplicates} rows are copies of earlier ones; they are kept")
         if self.truncated:
@@ -59,7 +80,8 @@ class Loaded[T]:
 
     def pack(self: Loaded[Sample], size: int, seed: int) -> None:
         """Pack the samples into rows of ``size`` tokens; those of a source with a share only with one another."""
-        lengths = [len(sample.tokens) for sample in self.samples]
+        held = self.samples
+        lengths = held.lengths() if isinstance(held, store.Stored) else [len(sample.tokens) for sample in held]
         apart = any(source.weight is not None for source, _ in self.counts)
         counts, made, first = [], [], 0
         for source, count in self.counts if apart else [(None, len(lengths))]:
@@ -89,40 +111,115 @@ class Loaded[T]:
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rejected)
 
 
-def sft(given: Data, renderer: Renderer, bad_rows: BadRows = "error") -> Loaded[Sample]:
+@dataclass(frozen=True)
+class Cache:
+    """Where tokenised rows are kept, and whose tokenizer made them."""
+
+    directory: Path
+    model_dir: Path
+
+
+def sft(given: Data, renderer: Renderer, bad_rows: BadRows = "error", cache: Cache | None = None) -> Loaded[Sample]:
     """Conversations, the assistant's turns learnt."""
-    loaded = load(given, lambda row: renderer.samples(shapes.conversation(row), row.where), bad_rows)
-    loaded.truncated = sum(sample.truncated for sample in loaded.samples)
-    return loaded
+    settings = {"stage": "sft", "seq_length": renderer.seq_length, "truncate": renderer.truncate}
+    return _samples(given, lambda row: renderer.samples(shapes.conversation(row), row.where), bad_rows, settings, cache)
 
 
-def cpt(given: Data, documents: Documents, bad_rows: BadRows = "error") -> Loaded[Sample]:
+def cpt(
+    given: Data,
+    documents: Documents,
+    bad_rows: BadRows = "error",
+    cache: Cache | None = None,
+    rules: Rules | None = None,
+) -> Loaded[Sample]:
     """Documents, every token learnt."""
-    return load(given, documents.samples, bad_rows)
+    settings = {"stage": "cpt", "seq_length": documents.seq_length}
+    return _samples(given, documents.samples, bad_rows, settings, cache, rules)
 
 
-def pairs(given: Data, renderer: Renderer, bad_rows: BadRows = "error") -> Loaded[tuple[Sample, Sample]]:
+def pairs(
+    given: Data, renderer: Renderer, bad_rows: BadRows = "error", cache: Cache | None = None
+) -> Loaded[tuple[Sample, Sample]]:
     """(chosen, rejected) of each preference row."""
-    loaded = load(given, lambda row: [renderer.pair(shapes.pair(row), row.where)], bad_rows)
-    loaded.truncated = sum(sample.truncated for pair in loaded.samples for sample in pair)
-    return loaded
+    settings = {"stage": "pairs", "seq_length": renderer.seq_length, "truncate": renderer.truncate}
+    make = lambda row: list(renderer.pair(shapes.pair(row), row.where))  # noqa: E731
+    flat = _samples(given, make, bad_rows, settings, cache)
+    counts = [(source, count // 2) for source, count in flat.counts]
+    return Loaded(**{**vars(flat), "samples": store.Pairs(flat.samples), "counts": counts})
 
 
-def load[T](given: Data, make: Callable[[Row], list[T]], bad_rows: BadRows = "error") -> Loaded[T]:
-    """``make`` of each row. Raises one error that lists every bad row, or InputError if no row is left."""
+def _samples(
+    given: Data,
+    make: Callable[[Row], list[Sample]],
+    bad_rows: BadRows,
+    settings: dict[str, Any],
+    cache: Cache | None,
+    rules: Rules | None = None,
+) -> Loaded[Sample]:
+    """The samples of each row, from the cache where they are, and read through it."""
+    sources = _sources(given)
+    truncated = 0
+
+    def counted(row: Row) -> list[Sample]:
+        nonlocal truncated
+        made = make(row)
+        truncated += sum(sample.truncated for sample in made)
+        return made
+
+    if cache is None:
+        loaded = load(sources, counted, bad_rows)
+        loaded.truncated = truncated
+        return loaded
+    settings |= {"bad_rows": bad_rows, "rules": rules.model_dump(mode="json") if rules else None}
+    if rules or bad_rows == "skip":  # what is kept of the rows that go names their files
+        settings["files"] = [str(path) for source in sources for path in source.files]
+    directory = store.place(cache.directory, cache.model_dir, sources, settings)
+    about = store.about_of(directory)
+    if about is None:
+        with store.Writer(directory) as writer:
+            cleaner = Cleaner(rules, writer.remove) if rules else None
+            loaded = load(sources, counted, bad_rows, into=writer, cleaner=cleaner)
+            about = {name: getattr(loaded, name) for name in ("rows", "duplicates", "rejected", "notes", "cleaned")}
+            about |= {"truncated": truncated, "counts": [count for _, count in loaded.counts]}
+            writer.commit(about)
+    else:
+        console.say(f"tokenised before: {directory}")
+    found: Loaded[Sample] = Loaded(store.Stored(directory), removed=directory / store.REMOVED if rules else None)
+    for name in ("rows", "duplicates", "rejected", "notes", "cleaned", "truncated"):
+        setattr(found, name, about[name])
+    found.counts = list(zip(sources, about["counts"], strict=True))
+    return found
+
+
+def _sources(given: Data) -> list[Source]:
+    return [item if isinstance(item, Source) else Source(str(item), (item,)) for item in given]
+
+
+def load[T](
+    given: Data,
+    make: Callable[[Row], list[T]],
+    bad_rows: BadRows = "error",
+    into: Sink[T] | None = None,
+    cleaner: Cleaner | None = None,
+) -> Loaded[T]:
+    """``make`` of each row, into ``into`` where it is given. Raises one error that lists every bad row, or InputError
+    if no row is left."""
     loaded: Loaded[T] = Loaded()
+    samples: Sink[T] = loaded.samples if into is None else into  # type: ignore[assignment]
     errors: list[RowError] = []
-    samples: list[T] = []
-    loaded.samples = samples
     seen: set[bytes] = set()
-    for source in (item if isinstance(item, Source) else Source(str(item), (item,)) for item in given):
+    sources = _sources(given)
+    for source in sources:
         before, taken = len(samples), 0
         for row in islice(rows.read(source.files), source.first):
             taken += 1
             try:
                 if isinstance(row, BadLine):
                     raise row.error
-                samples += make(row)
+                kept = cleaner.clean(row) if cleaner else row
+                if kept is None:
+                    continue
+                samples.extend(make(kept))
             except RowError as error:
                 errors.append(error)
                 content = row.text if isinstance(row, BadLine) else row.data
@@ -133,13 +230,15 @@ def load[T](given: Data, make: Callable[[Row], list[T]], bad_rows: BadRows = "er
             loaded.duplicates += digest in seen
             seen.add(digest)
         if source.first and taken < source.first:
-            console.warn(f"{source.name}: it holds {taken} rows, fewer than the {source.first} asked for")
+            loaded.notes.append(f"{source.name}: it holds {taken} rows, fewer than the {source.first} asked for")
         loaded.counts.append((source, len(samples) - before))
-    if not errors and not loaded.samples:
-        raise InputError("holds no rows", where=", ".join(str(getattr(item, "name", item)) for item in given))
-    if errors and (bad_rows == "error" or not loaded.samples):
-        hint = "mend them, or --bad-rows skip sets them aside in rejected.jsonl" if loaded.samples else "mend them"
-        count = "none" if not loaded.samples else f"{len(errors)}"
-        verb = "can" if not loaded.samples else "cannot"
+    loaded.cleaned = dict(cleaner.counts) if cleaner else {}
+    if not errors and not len(samples):
+        what = "--clean removed every row" if loaded.cleaned else "holds no rows"
+        raise InputError(what, where=", ".join(source.name for source in sources))
+    if errors and (bad_rows == "error" or not len(samples)):
+        hint = "mend them, or --bad-rows skip sets them aside in rejected.jsonl" if len(samples) else "mend them"
+        count = f"{len(errors)}" if len(samples) else "none"
+        verb = "cannot" if len(samples) else "can"
         raise many(errors, what=f"{count} of {loaded.rows + len(errors)} rows {verb} be used:", hint=hint)
     return loaded

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mst_core import hub
 from mst_core.data import rows
@@ -50,6 +51,13 @@ def resolve(names: Sequence[str | Path]) -> list[Source]:
 def paths(sources: Sequence[Source]) -> list[Path]:
     """Every file, in order."""
     return [path for source in sources for path in source.files]
+
+
+def taken(sources: Sequence[Source]) -> dict[str, Any]:
+    """How much of each source is taken, which the hashes of its files do not tell: for the settings of a manifest."""
+    if not any(source.first or source.weight for source in sources):
+        return {}
+    return {"data": [{"first": source.first, "share": source.weight} for source in sources]}
 
 
 def _source(given: str) -> Source:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from mst_core.errors import InputError
 from mst_core.manifest import Parent
 from mst_core.runspec import RunSpec
 
-NOT_IN_THE_ID = ("nproc", "log_every", "eval_every", "bad_rows", "epochs")
+NOT_IN_THE_ID = ("cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs")
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -40,6 +41,10 @@ class Job:
     order: Order | None = None
     rejected: str = ""
     """The content of rejected.jsonl, if rows were set aside."""
+    attached: Mapping[str, Path] = field(default_factory=dict)
+    """More files for the output, by their names in it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings in effect that the spec names in another form."""
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,6 +61,9 @@ def execute(job: Job) -> dict[str, Any]:
             if job.rejected:
                 (staging.path / "rejected.jsonl").write_text(job.rejected, encoding="utf-8")
                 staging.attach("rejected.jsonl")
+            for name, path in job.attached.items():
+                shutil.copyfile(path, staging.path / name)
+                staging.attach(name)
             made = _commit(job, staging, parents, done)
             counts = {"rows": len(job.units), "rows_set_aside": job.rejected.count("\n"), "steps": done.steps}
             first = {"first_loss": done.first["loss"]}
@@ -79,10 +87,13 @@ def _parents(job: Job) -> list[Parent]:
 def _settings(job: Job, steps: int) -> dict[str, Any]:
     """What was in effect, so that two ways of saying the same (a default, an epoch) give the same id."""
     spec = job.spec
-    found = {**spec.effective(*NOT_IN_THE_ID, *LORA), "engine": job.engine, "dp": spec.dp, "steps": steps}
-    if any(source.first or source.weight for source in job.sources):
-        # What is left out of the hashes of the files: how much of each was taken.
-        found["data"] = [{"first": source.first, "share": source.weight} for source in job.sources]
+    found = {
+        **spec.effective(*NOT_IN_THE_ID, *LORA),
+        "engine": job.engine,
+        "dp": spec.dp,
+        "steps": steps,
+        **job.settings,
+    }
     if spec.lora_rank is not None:
         found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
     return found
