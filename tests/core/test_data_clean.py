@@ -75,8 +75,9 @@ def test_the_share_of_characters_in_ngrams_by_hand() -> None:
 
 def test_unicode_is_repaired_and_counted() -> None:
     broken = "L'Ã©tÃ© Ã  la cafÃ©tÃ©ria"
-    kept, removed, counts = apply(Rules(unicode=True), broken, "plain")
-    assert kept == ["L'été à la cafétéria", "plain"]
+    meant = "“quotes”, 中文，全角。ﬁ"
+    kept, removed, counts = apply(Rules(unicode=True), broken, meant)
+    assert kept == ["L'été à la cafétéria", meant]
     assert (removed, counts) == ([], {"unicode": 1})
 
 

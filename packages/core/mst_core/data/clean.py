@@ -210,8 +210,9 @@ class _NearDuplicates:
 
 def _ftfy() -> Callable[[str], str]:
     try:
-        from ftfy import fix_text
+        from ftfy import TextFixerConfig, fix_text
     except ImportError as error:
         raise MissingPackage("the repair of Unicode needs ftfy", hint=_INSTALL) from error
-    repair: Callable[[str], str] = fix_text
-    return repair
+    # Not damage: typographic quotes, the full-width punctuation of Chinese, ligatures.
+    config = TextFixerConfig(uncurl_quotes=False, fix_character_width=False, fix_latin_ligatures=False)
+    return lambda text: str(fix_text(text, config))
