@@ -23,7 +23,7 @@ def test_flags_and_megatron_aliases() -> None:
         [*GOOD, "--data", "b.jsonl,c.jsonl", "--tensor-model-parallel-size", "2", "--lr", "1e-4", "--sp"]
     )
     assert (spec.tp, spec.lr, spec.sp) == (2, 1e-4, True)
-    assert spec.data == (Path("a.jsonl"), Path("b.jsonl"), Path("c.jsonl"))
+    assert spec.data == ("a.jsonl", "b.jsonl", "c.jsonl")
 
 
 def test_yaml_is_overridden_by_flags(tmp_path: Path) -> None:

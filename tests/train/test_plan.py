@@ -127,7 +127,7 @@ def test_lora_on_layers_that_are_fused(model: Path, data: Path, architecture: st
 
 def test_files_of_rows(model: Path, data: Path) -> None:
     assert "no such file" in str(refused(model, data.with_name("none.jsonl")))
-    other = data.with_suffix(".csv")
+    other = data.with_suffix(".xml")
     other.write_text("a,b\n")
     assert "rows come as .jsonl" in str(refused(model, data, eval_data=(other,)))
 

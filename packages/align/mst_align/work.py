@@ -9,6 +9,7 @@ from mst_align.spec import AlignSpec
 from mst_core import devices
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
+from mst_core.data.sources import taken
 from mst_core.engine import launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
@@ -38,6 +39,9 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dic
         objective=dpo_objective(spec.beta),
         units=loaded.samples,
         eval_units=evaluated.samples,
+        sources=plan.sources,
+        settings=taken(plan.sources),
+        order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
@@ -46,5 +50,6 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dic
 def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Pairs, Pairs]:
     """The training and evaluation pairs."""
     renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
-    evaluated = load.pairs(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
-    return load.pairs(spec.data, renderer, spec.bad_rows), evaluated
+    cache = load.Cache(spec.cache, plan.model_dir)
+    evaluated = load.pairs(plan.eval_sources, renderer, spec.bad_rows, cache) if spec.eval_data else load.Loaded()
+    return load.pairs(plan.sources, renderer, spec.bad_rows, cache), evaluated

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from mst_core import console
@@ -36,7 +39,43 @@ def resolve(model: str | Path) -> Path:
     return path
 
 
-def _hugging_face(name: str, repository: str, revision: str | None) -> Path:
+def dataset(name: str, suffixes: Sequence[str]) -> list[Path]:
+    """The files of rows of ``hf://org/name[@revision][/path or glob]``, downloaded. No script of it is ever run.
+
+    Text files (licences, word lists) are rows only where the path asks for them. Raises InputError where nothing fits,
+    or where several folders or a test split would be mixed with the training rows.
+    """
+    match = re.fullmatch(r"hf://([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?", name)
+    if match is None:
+        raise InputError("is no data set's name", where=name, hint="hf://org/name, hf://org/name@revision/folder")
+    repository, revision, part = match.groups()
+    asked = [part, f"{part}/*"] if part else [f"*{suffix}" for suffix in suffixes if suffix != ".txt"]
+    ignored = ["dataset_infos.json", "*/dataset_infos.json", ".*"]
+    root = _hugging_face(name, repository, revision, asked, kind="dataset", ignored=ignored)
+    below = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    fitting = [file for file in below if any(fnmatch(file, pattern) for pattern in asked)]
+    found = [f for f in fitting if f.lower().endswith(tuple(suffixes)) and not any(fnmatch(f, no) for no in ignored)]
+    if not found:
+        raise InputError(f"holds no file of rows there ({', '.join(suffixes)})", where=name)
+    held_out = [file for file in found if re.search(r"(^|[/_.-])(test|valid|validation|dev|eval)([/_.-])", file)]
+    folders = sorted({file.rpartition("/")[0] for file in found})
+    if (held_out and len(held_out) < len(found)) or len(folders) > 1:
+        listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "")
+        hint = f"name the part to learn from, as hf://{repository}/{found[0]}"
+        raise InputError(f"holds several parts: {listed}", where=name, hint=hint)
+    console.say(f"{name} is {len(found)} files in {root}")
+    return [below[file] for file in found]
+
+
+def _hugging_face(
+    name: str,
+    repository: str,
+    revision: str | None,
+    wanted: Sequence[str] = WANTED,
+    *,
+    kind: str = "model",
+    ignored: Sequence[str] = (),
+) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -45,12 +84,20 @@ def _hugging_face(name: str, repository: str, revision: str | None) -> Path:
     import httpx2
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(WANTED)))
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                repo_type=kind,
+                allow_patterns=list(wanted),
+                ignore_patterns=list(ignored) or None,
+            )
+        )
     except (HFValidationError, HfHubHTTPError) as error:
         raise InputError(_first_line(error), where=name, hint="check the name, the revision and HF_TOKEN") from error
     except (LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         raise InputError(
-            "the Hugging Face Hub cannot be reached and the model is not in the local cache",
+            f"the Hugging Face Hub cannot be reached and the {kind} is not in the local cache",
             where=name,
             hint="download it where there is a network (hf download) and give the directory",
         ) from error

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from mst_core import checkpoint, families, hub, manifest, resume, tensors, torch_dist
-from mst_core.data import render, rows
+from mst_core.data import render, rows, sources
+from mst_core.data.sources import Source
 from mst_core.errors import InputError, SettingsError
 from mst_core.parallel.layout import check_layout
 from mst_core.runspec import LINEAR, RunSpec
@@ -30,11 +33,14 @@ class RunPlan(Plan):
     ranks: int
     layout_of_ranks: str
     trains: str
-    lines: int
+    lines: int | None
     steps: str
     seq_length: int
     batch: str
     out: str
+    sources: list[Source] = Field(exclude=True)
+    """What --data and --eval-data are: files that are here."""
+    eval_sources: list[Source] = Field(exclude=True)
 
     @property
     def model_dir(self) -> Path:
@@ -42,8 +48,11 @@ class RunPlan(Plan):
         return Path(self.model)
 
 
-def plan_run(spec: RunSpec, title: str) -> RunPlan:
-    """Raises SettingsError or InputError for everything that need not wait for the run."""
+def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool = True) -> RunPlan:
+    """``template``: the rows are conversations, so a chat template is needed. ``counted``: a row is a sample, so that
+    counting the rows tells the steps.
+
+    Raises SettingsError or InputError for everything that need not wait for the run."""
     _check_out(spec)
     model_dir = hub.resolve(spec.model)
     if spec.out.absolute() == model_dir.absolute():
@@ -69,17 +78,21 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         check_layout(model, spec, model_dir)
     if spec.lora_rank is not None:
         _check_lora(model, spec.targets, model_dir)
-    if not render.has_template(model_dir):
+    if template and not render.has_template(model_dir):
         raise InputError("its tokenizer has no chat template", where=hf, hint=render.TEMPLATE_HINT)
-    rows.check_files(spec.data)
-    if spec.eval_data:
-        rows.check_files(spec.eval_data)
+    data = sources.resolve(spec.data)
+    eval_data = sources.resolve(spec.eval_data) if spec.eval_data else []
     limit = int(config.get("max_position_embeddings") or SEQ_LENGTH)
     seq_length = spec.seq_length or min(SEQ_LENGTH, limit)
     if seq_length > limit:
         raise SettingsError(f"--seq-length {spec.seq_length} is beyond the model's {limit} positions")
     checkpoint.check_free(spec.out, 0 if spec.lora_rank else model.parameters * 2)
-    lines = count_lines(spec.data)
+    lines = _count(spec, data)
+    known = (
+        f"{spec.total_steps(lines or 0)}"
+        if spec.steps or (counted and lines is not None)
+        else "known when the rows are read"
+    )
     what = "all weights" if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
     return RunPlan(
         title=title,
@@ -92,11 +105,12 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         layout_of_ranks=f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}{', sp' if spec.sp else ''}",
         trains=f"{what}, {spec.precision or 'bf16, on a CPU fp32'}",
         lines=lines,
-        steps=f"{spec.total_steps(lines)}"
-        + ("" if spec.steps else f" ({spec.epochs or 1:g} epochs, a line being a row)"),
+        steps=known + ("" if spec.steps else f" ({spec.epochs or 1:g} epochs, a line being a row)"),
         seq_length=seq_length,
         batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",
         out=str(spec.out),
+        sources=data,
+        eval_sources=eval_data,
     )
 
 
@@ -146,13 +160,17 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     return engine
 
 
-def count_lines(paths: Sequence[Path]) -> int:
-    """Lines of all files that are not blank."""
-    lines = 0
-    for path in paths:
-        with path.open("rb") as file:
-            lines += sum(1 for line in file if line.strip())
-    return lines
+def _count(spec: RunSpec, data: Sequence[Source]) -> int | None:
+    """Rows of an epoch, bad ones included; None where only reading them tells."""
+    if spec.num_samples is not None:
+        return spec.num_samples
+    counts = [rows.count(source.files) for source in data]
+    held = [
+        count if not source.first else min(count, source.first)
+        for source, count in zip(data, counts, strict=True)
+        if count is not None
+    ]
+    return sum(held) if len(held) == len(counts) else None
 
 
 def _check_tensors(found: Mapping[str, TensorRef], model: families.Model, where: Path) -> None:

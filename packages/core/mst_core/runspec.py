@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from mst_core.spec import Spec
 
+Name = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
+"""A source of rows (data/sources.py); from Python also a Path."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What all-linear means: every linear layer of a decoder block, never the embedding or the head."""
 
@@ -19,9 +21,14 @@ class RunSpec(Spec):
     """A training run. Megatron's own flag names are accepted as aliases."""
 
     model: str = Field(description="the checkpoint that goes in: a directory, hf://org/name or ms://org/name")
-    data: tuple[Path, ...] = Field(description="JSONL files of rows to learn from (repeat, or separate by commas)")
-    eval_data: tuple[Path, ...] = Field((), description="JSONL files of rows to measure the loss on")
+    data: tuple[Name, ...] = Field(
+        description="rows to learn from: files, directories, globs, hf://org/name; NAME:SHARE, NAME#FIRST (repeat, or "
+        "separate by commas)"
+    )
+    eval_data: tuple[Name, ...] = Field((), description="rows to measure the loss on")
+    num_samples: int | None = Field(None, ge=1, description="rows of an epoch (default: all)")
     out: Path = Field(description="the directory that comes out")
+    cache: Path = Field(Path("~/.cache/mst"), description="tokenised rows, by what they were made from")
     seed: int = Field(0, ge=0, description="order of rows, initialisation")
     bad_rows: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"

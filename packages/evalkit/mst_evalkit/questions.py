@@ -14,8 +14,8 @@ from typing import Any
 
 from mst_core.data import load, shapes
 from mst_core.data.load import Loaded
+from mst_core.data.records import Row, kind
 from mst_core.data.render import TEMPLATE_HINT, Renderer, Sample
-from mst_core.data.rows import Row, kind
 from mst_core.data.shapes import Message, Shape
 from mst_core.errors import InputError, RowError
 
@@ -157,5 +157,5 @@ def _name(row: Row) -> str:
 
 def _shown(messages: Sequence[Message]) -> str:
     if len(messages) == 1:
-        return messages[0]["content"]
+        return str(messages[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

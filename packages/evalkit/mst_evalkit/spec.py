@@ -20,7 +20,7 @@ class EvalSpec(Spec):
     tasks: tuple[Task, ...] = Field(
         description="choice (is the right answer the likeliest?), perplexity (how likely are answers or texts?)"
     )
-    data: tuple[Path, ...] = Field(description="JSONL files of rows; each row goes to the task that its fields fit")
+    data: tuple[Path, ...] = Field(description="files of rows; each row goes to the task that its fields fit")
     out: Path = Field(description="the report directory that comes out")
     batch_size: int = Field(16, ge=1, description="rows per forward pass")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="weights and arithmetic")

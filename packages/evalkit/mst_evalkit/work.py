@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from mst_core import checkpoint, console, manifest
@@ -63,7 +64,7 @@ def work(spec: EvalSpec, plan: EvalPlan) -> Result:
     return Result(text=str(spec.out), data={"out": str(spec.out), "id": made.id, **body})
 
 
-def _measure(model: Any, asked: list[Question], batch_size: int) -> list[dict[str, Any]]:
+def _measure(model: Any, asked: Sequence[Question], batch_size: int) -> list[dict[str, Any]]:
     """One row of the report for each question, in their order."""
     # Candidates are scored together; the parts of a text have no beginning in common.
     groups = [

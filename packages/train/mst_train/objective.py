@@ -1,4 +1,7 @@
-"""The objective of supervised fine-tuning: the negative log-likelihood of the assistant's tokens."""
+"""The objectives of training: the negative log-likelihood of the learnt tokens.
+
+SFT learns the assistant's, CPT every token of a document but its first: the rows' mask says which.
+"""
 
 from __future__ import annotations
 
@@ -13,3 +16,5 @@ def nll(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:
 
 
 SFT = Objective("sft", nll)
+CPT = Objective("cpt", nll)
+STAGES = {"sft": SFT, "cpt": CPT}

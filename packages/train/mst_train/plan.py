@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from mst_core.data import clean
+from mst_core.errors import SettingsError
 from mst_core.runplan import RunPlan, plan_run
 from mst_train.spec import TrainSpec
 
 
 def plan(spec: TrainSpec) -> RunPlan:
     """See mst_core.runplan."""
-    return plan_run(spec, f"mst-train, {spec.stage}")
+    sft = spec.stage == "sft"
+    counted = not spec.packing and (sft or spec.num_samples is not None)
+    made = plan_run(spec, f"mst-train, {spec.stage}", template=sft, counted=counted)
+    if spec.clean:
+        clean.template(spec.clean)
+    if spec.packing and made.engine == "megatron":
+        raise SettingsError("--packing: the megatron engine does not pack yet", hint="--engine plain, or no --packing")
+    return made

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from mst_core import devices
-from mst_core.data import load
+from mst_core.data import clean, load
+from mst_core.data.documents import Documents
 from mst_core.data.render import Renderer, Sample, load_tokenizer
-from mst_core.engine import launch, run
+from mst_core.data.sources import taken
+from mst_core.engine import batches, launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
-from mst_train.objective import SFT
+from mst_train.objective import STAGES
 from mst_train.spec import TrainSpec
 
 Rows = load.Loaded[Sample]
@@ -23,21 +25,29 @@ def work(spec: TrainSpec, plan: RunPlan) -> Result:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
+    if spec.packing:
+        loaded.pack(plan.seq_length, spec.seed)
     done = launch.run_ranks("mst_train.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
     return Result(text=str(spec.out), data=done)
 
 
 def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
     """What each rank runs, on the rows that were rendered once for all of them."""
+    rules = clean.template(spec.clean) if spec.clean else None
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-train",
         spec=spec.model_copy(update=effective),
         model_dir=plan.model_dir,
         engine=plan.engine,
-        objective=SFT,
-        units=[(sample,) for sample in loaded.samples],
-        eval_units=[(sample,) for sample in evaluated.samples],
+        objective=STAGES[spec.stage],
+        units=batches.Singles(loaded.samples),
+        eval_units=batches.Singles(evaluated.samples),
+        sources=plan.sources,
+        attached={"removed.jsonl": loaded.removed} if loaded.removed else {},
+        settings={**taken(plan.sources), "clean": rules.model_dump(mode="json") if rules else None},
+        notes={"samples": loaded.packed or len(loaded.samples), "cleaned": loaded.cleaned},
+        order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
@@ -45,6 +55,14 @@ def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
 
 def rows(spec: TrainSpec, plan: RunPlan) -> tuple[Rows, Rows]:
     """The training and evaluation rows."""
-    renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
-    evaluated = load.sft(spec.eval_data, renderer, spec.bad_rows) if spec.eval_data else load.Loaded()
-    return load.sft(spec.data, renderer, spec.bad_rows), evaluated
+    tokenizer = load_tokenizer(plan.model_dir, template=spec.stage == "sft")
+    cache = load.Cache(spec.cache, plan.model_dir)
+    if spec.stage == "cpt":
+        documents = Documents(tokenizer, plan.seq_length)
+        rules = clean.template(spec.clean) if spec.clean else None
+        loaded = load.cpt(plan.sources, documents, spec.bad_rows, cache, rules)
+        # What is measured stays as it is.
+        return loaded, load.cpt(plan.eval_sources, documents, spec.bad_rows, cache) if spec.eval_data else load.Loaded()
+    renderer = Renderer(tokenizer, plan.seq_length, spec.truncate)
+    loaded = load.sft(plan.sources, renderer, spec.bad_rows, cache)
+    return loaded, load.sft(plan.eval_sources, renderer, spec.bad_rows, cache) if spec.eval_data else load.Loaded()

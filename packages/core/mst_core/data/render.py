@@ -14,6 +14,7 @@ join their border into one token (an answer that begins with white space), the t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,6 +40,8 @@ class Sample:
     tokens: list[int]
     mask: list[int]
     truncated: bool = False
+    parts: tuple[int, ...] = ()
+    """Of a packed row (pack.py): the lengths of the samples in it, which sum to its own."""
 
     @property
     def learnt(self) -> int:
@@ -113,13 +116,18 @@ class Renderer:
         template that no row can be learnt with.
         """
         messages = conversation.messages
-        self._check_text(messages, where)
-        turns = [
-            self._turn(messages[: index + 1], where)
+        tools = list(conversation.tools)
+        self._check_text(messages, tools, where)
+        learnt = [
+            index
             for index, message in enumerate(messages)
-            if message["role"] == "assistant" and index >= conversation.learn_from
+            if message["role"] == "assistant" and index >= conversation.learn_from and index not in conversation.silent
         ]
+        if not learnt:
+            raise RowError("has loss: false on every answer, so there is nothing to learn", where=where)
+        turns = [self._turn(messages[: index + 1], tools, where) for index in learnt]
         whole = turns[-1].text
+        self._check_tools(messages[: learnt[-1] + 1], tools, whole, where)
         if all(whole.startswith(turn.text[: turn.end]) for turn in turns):
             return [self._sample(whole, turns, where)]
         return [self._sample(turn.text, [turn], where) for turn in turns]
@@ -153,12 +161,16 @@ class Renderer:
             raise RowError(f"has {what}", where=where)
         return Sample(tokens, mask, truncated)
 
-    def _render(self, messages: Sequence[Message], where: str, *, prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], where: str, *, prompt: bool, tools: Any = ()) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, chat_template=self._template
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                chat_template=self._template,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RowError(f"the chat template refuses it: {error}", where=where) from None
@@ -173,9 +185,9 @@ class Renderer:
         filters = "".join(f"|replace('%{code}','{TODAY.strftime('%' + code)}')" for code in _DATE_CODES)
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
-    def _turn(self, messages: Sequence[Message], where: str) -> _Turn:
-        before = self._render(messages[:-1], where, prompt=True)
-        text = self._render(messages, where, prompt=False)
+    def _turn(self, messages: Sequence[Message], tools: list[Any], where: str) -> _Turn:
+        before = self._render(messages[:-1], where, prompt=True, tools=tools)
+        text = self._render(messages, where, prompt=False, tools=tools)
         if not text.startswith(before):
             raise RowError(
                 "the chat template does not render the answer after its own generation prompt, "
@@ -248,12 +260,24 @@ class Renderer:
         always = {self.tokenizer.bos_token, self.tokenizer.eos_token}
         return [token for token in self._special if token in always or token in text]
 
-    def _check_text(self, messages: Sequence[Message], where: str) -> None:
-        """Text that spells a structural token would be read as one: a turn that ends in the middle, or a forged one."""
+    def _check_tools(self, messages: Sequence[Message], tools: list[Any], text: str, where: str) -> None:
+        """Templates that know no tools leave them out in silence: a model would learn to call what it never saw."""
+        if tools and text == self._render(messages, where, prompt=False):
+            raise RowError("has tools, which the chat template does not write", where=where)
         for index, message in enumerate(messages):
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            told = [message["content"].strip()] if message["role"] == "tool" else []
+            if any(part not in text for part in names + told):
+                what = "calls a tool" if names else "is a tool's answer"
+                raise RowError(f"message {index + 1} {what}, which the chat template does not write", where=where)
+
+    def _check_text(self, messages: Sequence[Message], tools: list[Any], where: str) -> None:
+        """Text that spells a structural token would be read as one: a turn that ends in the middle, or a forged one."""
+        texts = [m["content"] + json.dumps(m.get("tool_calls", ""), ensure_ascii=False) for m in messages]
+        texts.append(json.dumps(tools, ensure_ascii=False))
+        for index, text in enumerate(texts):
             for token in self._structure:
-                if token in message["content"]:
-                    raise RowError(
-                        f"message {index + 1} spells the special token {token}, which would end or begin a turn there",
-                        where=where,
-                    )
+                if token in text:
+                    place = f"message {index + 1} spells" if index < len(messages) else "tools spell"
+                    what = f"{place} the special token {token}, which would end or begin a turn there"
+                    raise RowError(what, where=where)

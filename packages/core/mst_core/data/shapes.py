@@ -1,8 +1,11 @@
 """The shapes of rows that users have, as conversations and pairs.
 
     messages      {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    sharegpt      {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     alpaca        {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["q", "a"]]}
+    query         {"query": "...", "response": "...", "system": "...", "history": [["q", "a"]]}
     prompt        {"prompt": "..." or messages, "completion": "..." or messages, "system": "..."}
+                  (each of these may have "tools": a list or its JSON; tools.py)
     pairs         {"prompt": "..." or messages, "chosen": "..." or messages, "rejected": "..." or messages}
                   ("instruction" and "input" may stand for the prompt, and without any prompt it is what both share)
 
@@ -18,11 +21,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mst_core.data.rows import Row, kind
+from mst_core.data.records import Row, kind
+from mst_core.data.tools import called, calls, tools
 from mst_core.errors import RowError
 
-Message = dict[str, str]
-ROLES = ("system", "user", "assistant")
+Message = dict[str, Any]
+"""role and content (text); an assistant's may have tool_calls."""
+ROLES = ("system", "user", "assistant", "tool")
+FROM = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "call",
+    "tool_call": "call",
+    "observation": "tool",
+    "tool": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's names of roles; a call is an assistant's message whose value is the JSON of what it calls."""
 LABELS = ("id", "source", "dataset", "category", "tags", "meta", "metadata")
 """Fields that describe a row and do not change what is learnt from it."""
 
@@ -41,12 +60,15 @@ class Shape:
 
 
 SFT_SHAPES = (
-    Shape("messages", ("messages",)),
-    Shape("alpaca", ("instruction", "output"), ("input", "system", "history")),
-    Shape("prompt/completion", ("prompt", "completion"), ("system",)),
+    Shape("messages", ("messages",), ("tools",)),
+    Shape("sharegpt", ("conversations",), ("system", "tools")),
+    Shape("alpaca", ("instruction", "output"), ("input", "system", "history", "tools")),
+    Shape("query/response", ("query", "response"), ("system", "history", "tools")),
+    Shape("prompt/completion", ("prompt", "completion"), ("system", "tools")),
 )
 PAIR_SHAPES = (
     Shape("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), ("system",)),
+    Shape("conversations/chosen/rejected", ("conversations", "chosen", "rejected"), ("system",)),
     Shape("instruction/chosen/rejected", ("instruction", "chosen", "rejected"), ("input", "system", "history")),
     Shape("chosen/rejected", ("chosen", "rejected")),
 )
@@ -54,10 +76,13 @@ PAIR_SHAPES = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of which the last is the assistant's. Assistant turns before ``learn_from`` are context only."""
+    """Messages of which the last is the assistant's. Assistant turns before ``learn_from``, and the ``silent`` ones
+    (``"loss": false``), are context only."""
 
     messages: list[Message]
     learn_from: int = 0
+    silent: frozenset[int] = frozenset()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,17 +96,24 @@ class Pair:
 
 def conversation(row: Row) -> Conversation:
     """The messages of an SFT row. Raises RowError with the reason."""
+    if "text" in row.data and not set(row.data) & {field for shape in SFT_SHAPES for field in shape.needed}:
+        raise RowError("is a text, not a conversation; --stage cpt learns texts", where=row.where)
     shape, row = match(row, SFT_SHAPES)
+    learn_from = 0
     if shape.name == "messages":
-        return Conversation(check(row, messages(row, "messages")))
-    if shape.name == "alpaca":
-        answer = {"role": "assistant", "content": _text(row, "output")}
-        return Conversation(check(row, [*_alpaca_prompt(row), answer]))
-    prompt = [*_system(row), *side(row, "prompt", "user")]
-    completion = side(row, "completion", "assistant")
-    if prompt[-1]["role"] != "user":
-        raise RowError(f"prompt ends with the {prompt[-1]['role']}, not the user", where=row.where)
-    return Conversation(check(row, [*prompt, *completion]), learn_from=len(prompt))
+        found = messages(row, "messages")
+    elif shape.name == "sharegpt":
+        found = [*_system(row), *messages(row, "conversations")]
+    elif shape.name == "prompt/completion":
+        prompt = [*_system(row), *side(row, "prompt", "user")]
+        if prompt[-1]["role"] not in ("user", "tool"):
+            raise RowError(f"prompt ends with the {prompt[-1]['role']}, not the user", where=row.where)
+        found, learn_from = [*prompt, *side(row, "completion", "assistant")], len(prompt)
+    else:
+        asked, answer = ("instruction", "output") if shape.name == "alpaca" else ("query", "response")
+        found = [*_asked(row, asked), {"role": "assistant", "content": _text(row, answer)}]
+    found, silent = _losses(row, found)
+    return Conversation(check(row, found), learn_from, silent, tools(row))
 
 
 def pair(row: Row) -> Pair:
@@ -90,8 +122,10 @@ def pair(row: Row) -> Pair:
     chosen, rejected = side(row, "chosen", "assistant"), side(row, "rejected", "assistant")
     if "prompt" in shape.needed:
         prompt = [*_system(row), *side(row, "prompt", "user")]
+    elif "conversations" in shape.needed:
+        prompt = [*_system(row), *messages(row, "conversations")]
     elif "instruction" in shape.needed:
-        prompt = _alpaca_prompt(row)
+        prompt = _asked(row, "instruction")
     else:
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if shared is None:
@@ -160,6 +194,8 @@ def side(row: Row, field: str, role: str) -> list[Message]:
 
 def check(row: Row, found: list[Message]) -> list[Message]:
     """Refuse orders of roles that no template means, and turns without text. The last must be the assistant's."""
+    if any("loss" in message for message in found):
+        raise RowError("has messages with loss, which only a conversation to learn may have", where=row.where)
     if found[-1]["role"] != "assistant":
         raise RowError(f"ends with the {found[-1]['role']}: there is no answer to learn", where=row.where)
     before = ""
@@ -167,38 +203,70 @@ def check(row: Row, found: list[Message]) -> list[Message]:
         role = message["role"]
         if role == "system" and index:
             raise RowError(f"message {index + 1} is a system message, which only the first may be", where=row.where)
-        if role == "assistant" and before != "user":
+        if role == "assistant" and before not in ("user", "tool"):
             raise RowError(f"message {index + 1} is an answer of the assistant to nobody", where=row.where)
-        if role == "user" and before == "user":
-            raise RowError(f"messages {index} and {index + 1} are both the user's", where=row.where)
-        # An empty system message is meant: it keeps a template from writing its own.
-        if role != "system" and not message["content"].strip():
-            raise RowError(
-                f"has an empty {'answer' if role == 'assistant' else 'question'} (message {index + 1})", where=row.where
+        if role == "user" and before in ("user", "tool"):
+            whose = (
+                "both the user's" if before == "user" else "a tool's answer and the user's: the assistant's is missing"
             )
-        before = role
+            raise RowError(f"messages {index} and {index + 1} are {whose}", where=row.where)
+        if (role == "tool") != (before == "call") and not (role == "tool" and before == "tool"):
+            what = "is a tool's answer to no call" if role == "tool" else "stands where a called tool must answer"
+            raise RowError(f"message {index + 1} {what}", where=row.where)
+        # An empty system message is meant: it keeps a template from writing its own. A tool may answer nothing.
+        if role in ("user", "assistant") and not message["content"].strip() and "tool_calls" not in message:
+            what = "answer" if role == "assistant" else "question"
+            raise RowError(f"has an empty {what} (message {index + 1})", where=row.where)
+        before = "call" if "tool_calls" in message else role
     return found
 
 
 def _message(row: Row, place: str, message: Any) -> Message:
+    """A message of ``role`` and ``content``; of ``from`` and ``value`` in a ShareGPT row and its answers."""
     if not isinstance(message, dict):
         raise RowError(f"{place} is {kind(message)}, not a message", where=row.where)
-    missing = [key for key in ("role", "content") if key not in message]
+    sharegpt = "conversations" in row.data
+    who, what = ("from", "value") if sharegpt and "role" not in message else ("role", "content")
+    message = {name: value for name, value in message.items() if value is not None or name in (who, what)}
+    role = message.get(who)
+    allowed = {"assistant": ("loss", "tool_calls"), "tool": ("loss", "tool_call_id", "name")}.get(str(role), ("loss",))
+    missing = [key for key in (who, what) if key not in message and not (key == what and "tool_calls" in message)]
     for key in message:
-        if key not in ("role", "content"):
+        if key not in (who, what, *allowed):
             meant = _meant([key], missing)
             raise RowError(f"{place} has a key {key!r} that a text message does not have{meant}", where=row.where)
     if missing:
         raise RowError(f"{place} has no {' and no '.join(missing)}", where=row.where)
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise RowError(f"{place} has the role {role!r}; roles are {', '.join(ROLES)}", where=row.where)
+    names = tuple(FROM) if who == "from" else ROLES
+    if role not in names:
+        raise RowError(f"{place} has the role {role!r}; roles are {', '.join(names)}", where=row.where)
+    content = message.get(what)
     if isinstance(content, list):
         parts = sorted({str(part.get("type")) if isinstance(part, Mapping) else kind(part) for part in content})
         raise RowError(f"{place} has content parts ({', '.join(parts)}); only text is learnt here", where=row.where)
+    if content is None and "tool_calls" in message:
+        content = ""
     if not isinstance(content, str):
         raise RowError(f"{place} has content that is {kind(content)}, not text", where=row.where)
-    return {"role": role, "content": content}
+    made: Message = {"role": FROM[role] if who == "from" else role, "content": content}
+    if "tool_calls" in message:
+        made["tool_calls"] = calls(row, f"{place}.tool_calls", message["tool_calls"])
+    if made["role"] == "call":
+        made = {"role": "assistant", "content": "", "tool_calls": called(row, place, content)}
+    return made | {key: message[key] for key in ("loss", "tool_call_id", "name") if key in message}
+
+
+def _losses(row: Row, found: list[Message]) -> tuple[list[Message], frozenset[int]]:
+    """The messages without their ``loss``, and which answers are not learnt."""
+    for index, message in enumerate(found):
+        loss = message.get("loss", False)
+        if not isinstance(loss, bool):
+            raise RowError(f"message {index + 1} has a loss that is {kind(loss)}, not true or false", where=row.where)
+        if loss and message["role"] != "assistant":
+            what = f"message {index + 1} is the {message['role']}'s and has loss: true; only the assistant's are learnt"
+            raise RowError(what, where=row.where)
+    silent = {i for i, m in enumerate(found) if m["role"] == "assistant" and m.get("loss") is False}
+    return [{name: value for name, value in m.items() if name != "loss"} for m in found], frozenset(silent)
 
 
 def _meant(fields: Iterable[str], known: Iterable[str]) -> str:
@@ -217,8 +285,8 @@ def _text(row: Row, field: str) -> str:
     return value
 
 
-def _alpaca_prompt(row: Row) -> list[Message]:
-    """System, history, and instruction and input joined by a newline (as LLaMA-Factory and ms-swift do)."""
+def _asked(row: Row, field: str) -> list[Message]:
+    """System, history, and the question, with alpaca's input after a newline (as LLaMA-Factory and ms-swift do)."""
     found = _system(row)
     history = row.data.get("history", [])
     if not isinstance(history, list):
@@ -227,7 +295,7 @@ def _alpaca_prompt(row: Row) -> list[Message]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise RowError(f"history[{index}] must be [question, answer]", where=row.where)
         found += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    parts = [text for text in (_text(row, "instruction"), _text(row, "input")) if text]
+    parts = [text for text in (_text(row, field), _text(row, "input")) if text]
     return [*found, {"role": "user", "content": "\n".join(parts)}]
 
 

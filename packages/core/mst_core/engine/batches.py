@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -29,5 +31,34 @@ def collate(
         tokens_BT[row, : len(sample.tokens)] = torch.tensor(sample.tokens, dtype=torch.int64)
         mask_BT[row, : len(sample.mask)] = torch.tensor(sample.mask, dtype=torch.float32)
     mask_BT[:, 0] = 0.0  # nothing precedes the first token, so it has no probability
+    packed = None
+    if any(sample.parts for sample in samples):
+        packed = tuple(sample.parts or (len(sample.tokens),) for sample in samples)
     lengths_B = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64)
-    return Batch(tokens_BT, mask_BT, lengths_B, dict(extra or {}))
+    return Batch(tokens_BT, mask_BT, lengths_B, dict(extra or {}), packed)
+
+
+def positions(batch: Batch) -> Tensor:
+    """positions_BT of a packed batch, int64 on the CPU: from 0 in each sample, and in what pads a row."""
+    length = batch.tokens_BT.shape[1]
+    rows = [(*parts, length - sum(parts)) for parts in batch.packed or ()]
+    return torch.stack([torch.cat([torch.arange(part) for part in parts]) for parts in rows])
+
+
+@dataclass(frozen=True)
+class Singles(Sequence[tuple[Sample, ...]]):
+    """Samples as units of one, made when they are asked for."""
+
+    samples: Sequence[Sample]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Sample, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Singles: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[Sample, ...] | Singles:
+        return Singles(self.samples[index]) if isinstance(index, slice) else (self.samples[index],)

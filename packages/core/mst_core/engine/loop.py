@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -37,6 +38,7 @@ def fit(
     staging: Staging | None,
     eval_units: Sequence[Unit] = (),
     saves: Saves | None = None,
+    order: Order | None = None,
 ) -> Fit:
     """Train ``engine`` on ``units``. Every rank calls it with the same arguments (``staging`` on rank 0 only).
 
@@ -44,9 +46,10 @@ def fit(
 
     Raises RunError (NaN), Stopped (SIGTERM, after saving where there are ``saves``).
     """
-    steps = spec.total_steps(len(units))
+    order = order or Order(len(units), spec.seed)
+    steps = spec.total_steps(order.size)
     done = Fit(steps)
-    batches = list(islice(Order(len(units), spec.seed).batches(spec.global_batch), steps))
+    batches = list(islice(order.batches(spec.global_batch), steps))
     mine = _mine(batches, engine, spec)
     references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
@@ -128,7 +131,7 @@ def _mine(batches: Sequence[Sequence[int]], engine: Engine, spec: RunSpec) -> se
 
 
 def _unlearnt(unit: Unit) -> Unit:
-    return tuple(Sample(sample.tokens, [0] * len(sample.tokens)) for sample in unit)
+    return tuple(replace(sample, mask=[0] * len(sample.tokens)) for sample in unit)
 
 
 def _collate(units: Sequence[Unit], references: list[Tensor] | None) -> Batch:

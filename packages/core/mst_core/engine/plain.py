@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from mst_core import devices, tensors
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.engine import lora
+from mst_core.engine.batches import positions
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.errors import InputError, RunError
 from mst_core.runspec import RunSpec
@@ -88,6 +90,7 @@ class PlainEngine:
             eps=spec.adam_eps,
         )
         self.steps = 0
+        self.isolates = False
 
     def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
         """One optimizer step over ``micro_batches``."""
@@ -171,16 +174,47 @@ class PlainEngine:
 
     def _on_device(self, batch: Batch) -> Batch:
         extra = {name: value.to(self.device) for name, value in batch.extra.items()}
-        return Batch(
-            batch.tokens_BT.to(self.device), batch.mask_BT.to(self.device), batch.lengths_B.to(self.device), extra
+        return replace(
+            batch,
+            tokens_BT=batch.tokens_BT.to(self.device),
+            mask_BT=batch.mask_BT.to(self.device),
+            lengths_B=batch.lengths_B.to(self.device),
+            extra=extra,
         )
 
     def _logp(self, batch: Batch) -> Tensor:
         # Attention is causal and padding stands on the right: no real token sees it, so no mask is needed.
+        if batch.packed is None:
+            return token_logp(self._logits(batch.tokens_BT, None), batch.tokens_BT)
+        self._check_isolation()
+        positions_BT = positions(batch).to(self.device)
+        logp_BT = token_logp(self._logits(batch.tokens_BT, positions_BT), batch.tokens_BT)
+        return logp_BT.masked_fill(positions_BT == 0, 0.0)
+
+    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
         half = self.spec.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            logits_BTV = self.model(input_ids=batch.tokens_BT, use_cache=False).logits
-        return token_logp(logits_BTV, batch.tokens_BT)
+            return self.model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False).logits
+
+    @torch.no_grad()
+    def _check_isolation(self) -> None:
+        """Refuse a model that does not keep packed samples apart, once.
+
+        transformers does it by the positions that begin again (masking_utils.find_packed_sequence_indices), for every
+        kind of attention that asks for its masks there; what carries a state along the row (Mamba, linear attention)
+        or makes its own masks does not.
+        """
+        if self.isolates:
+            return
+        self.isolates = True
+        tokens_BT = torch.tensor([[5, 6, 7, 8, 3, 4, 5, 6], [9, 3, 5, 4, 3, 4, 5, 6]], device=self.device)
+        positions_BT = torch.arange(4, device=self.device).repeat(2, 2)
+        one_SV, other_SV = self._logits(tokens_BT, positions_BT)[:, 4:].float()
+        if float((one_SV - other_SV).abs().max()) > 0.01 * float(one_SV.std()):
+            kind = type(self.model).__name__
+            raise InputError(
+                f"{kind} does not keep packed samples apart", where=self.model_dir, hint="without --packing"
+            )
 
     def _clip(self, loss: float) -> float:
         grads = [p.grad for _, p in self.trained if p.grad is not None]

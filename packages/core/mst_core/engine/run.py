@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from mst_core import checkpoint, console, files, manifest
 from mst_core.checkpoint import Staging
+from mst_core.data.order import Order
+from mst_core.data.sources import Source, paths
 from mst_core.engine import launch, loop
 from mst_core.engine.loop import Unit
 from mst_core.engine.saves import Saves, enter_state
@@ -21,7 +24,7 @@ from mst_core.resume import RUN, STATE, Fit, newest, put_away
 from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
-    "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume"
+    "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = ("tp", "pp", "dp", "sp", "distributed_optimizer", "micro_batch")
@@ -41,8 +44,15 @@ class Job:
     objective: Objective
     units: Sequence[Unit]
     eval_units: Sequence[Unit] = ()
+    sources: Sequence[Source] = ()
+    """Where the units are from; their files are parents of what is made."""
+    order: Order | None = None
     rejected: str = ""
     """The content of rejected.jsonl, if rows were set aside."""
+    attached: Mapping[str, Path] = field(default_factory=dict)
+    """More files for the output, by their names in it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings in effect that the spec names in another form."""
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,13 +63,16 @@ def execute(job: Job) -> dict[str, Any]:
     engine = launch.make_engine(job.engine, job.spec, job.model_dir)
     with _staging(job, engine) as staging:
         saves = _saves(job, engine, staging, parents)
-        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, saves)
+        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, saves, job.order)
         _write(job, engine, staging, saves, done)
         result: dict[str, Any] = {}
         if staging is not None:
             if job.rejected:
                 (staging.path / "rejected.jsonl").write_text(job.rejected, encoding="utf-8")
                 staging.attach("rejected.jsonl")
+            for name, path in job.attached.items():
+                shutil.copyfile(path, staging.path / name)
+                staging.attach(name)
             with put_away(staging):
                 made = _commit(job, staging, parents, done, done.steps)
             counts = {"rows": len(job.units), "rows_set_aside": job.rejected.count("\n"), "steps": done.steps}
@@ -85,7 +98,7 @@ def _kept(staged: Path) -> list[str]:
 def _saves(job: Job, engine: Engine, staging: Staging | None, parents: list[Parent]) -> Saves:
     """The run's checkpoints, and the one to go on from."""
     spec = job.spec
-    steps = spec.total_steps(len(job.units))
+    steps = spec.total_steps(job.order.size if job.order else len(job.units))
     settings = {name: value for name, value in _settings(job, steps).items() if name not in LAYOUT}
     settings |= {"objective": job.objective.name, "rows": len(job.units)}
     settings |= {f"{parent.role} {number}": parent.id for number, parent in enumerate(parents)}
@@ -118,14 +131,20 @@ def _write(job: Job, engine: Engine, staging: Staging | None, saves: Saves, done
 def _parents(job: Job) -> list[Parent]:
     """The model, by its id and the digest of its weights, and each file of rows by its hash."""
     base = manifest.identify(job.model_dir)
-    data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in job.spec.data]
+    data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in paths(job.sources)]
     return [Parent(role="base", id=base.id, weights=base.digests.weights), *data]
 
 
 def _settings(job: Job, steps: int) -> dict[str, Any]:
     """What was in effect, so that two ways of saying the same (a default, an epoch) give the same id."""
     spec = job.spec
-    found = {**spec.effective(*NOT_IN_THE_ID, *LORA), "engine": job.engine, "dp": spec.dp, "steps": steps}
+    found = {
+        **spec.effective(*NOT_IN_THE_ID, *LORA),
+        "engine": job.engine,
+        "dp": spec.dp,
+        "steps": steps,
+        **job.settings,
+    }
     if spec.lora_rank is not None:
         found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
     return found

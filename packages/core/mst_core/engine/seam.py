@@ -38,6 +38,13 @@ class Batch:
     mask_BT     float32, 1.0 where the token is learnt; 0.0 on the prompt and on padding
     lengths_B   int64, real tokens of each sequence (its padding starts there)
     extra       further tensors with B (or B/2 for pairs) on axis 0, by name (``ref_logp_B``)
+    packed      None, or of each row the lengths of the samples that stand in it one after another; they sum to
+                lengths_B. Python integers: what is made of them (cu_seqlens: 0 and their running sums; positions,
+                batches.positions) is made without waiting for a device
+
+    The samples of a packed row do not see one another: each is as if it stood alone, its positions begin at 0, and
+    logp_BT is 0 at the first token of every one, where mask_BT is 0 as well. A causal mask alone, or one of ones,
+    mixes them; an engine that cannot keep them apart refuses a packed batch. Objectives of pairs get none.
 
     Pairs are interleaved: rows 0, 2, 4 ... are chosen, rows 1, 3, 5 ... the rejected of the row before.
     """
@@ -46,6 +53,7 @@ class Batch:
     mask_BT: Tensor
     lengths_B: Tensor
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    packed: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
