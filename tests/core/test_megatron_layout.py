@@ -85,9 +85,7 @@ def test_stages_and_experts_of_a_dense_model(settings: dict[str, Any], said: str
         (MOE, {"tp": 2, "ep": 2}, "with sequence parallelism only"),
         (MOE, {"etp": 8, "ep": 1}, "--etp 8 does not divide 12 neurons of an expert"),
         (MOE, {"tp": 8, "sp": True}, "--tp 8 does not divide 4 neurons of the shared expert"),
-        (MOE, {"lora_rank": 4}, "LoRA on experts is not there yet"),
         (MLA, {"tp": 2, "sp": True}, "latent attention train with --tp 1 only"),
-        (MLA, {"lora_rank": 4, "lora_targets": ("o_proj",)}, "LoRA on latent attention"),
     ],
 )
 def test_experts_and_latent_attention(config: dict[str, Any], settings: dict[str, Any], said: str) -> None:

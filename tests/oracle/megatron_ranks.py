@@ -135,6 +135,25 @@ def overflow(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "same": same}
 
 
+def resume(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Three steps after a save, and again after going back to it."""
+    where = Path(case["state"])
+    where.mkdir(exist_ok=True)
+
+    def steps(seeds: Sequence[int]) -> list[dict[str, float]]:
+        return [
+            engine.step(batches(seed, 8, 2, case["vocab"])[engine.dp_rank :: engine.dp_size], OBJECTIVES["sft"], 1e-3)
+            for seed in seeds
+        ]
+
+    steps(range(4))
+    engine.save_state(where)
+    first = steps(range(4, 7))
+    steps(range(20, 25))
+    engine.load_state(where)
+    return {"first": first, "again": steps(range(4, 7)), "done": engine.steps}
+
+
 def refuse(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Two steps that must be refused, the weights being those of before."""
     probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
@@ -188,7 +207,9 @@ def main() -> None:
         engine = MegatronEngine(
             spec_of({**case, "settings": {**case["settings"], "nproc": world}}), Path(case["model"])
         )
-        found = {"refuse": refuse, "fit": fit, "overflow": overflow}.get(case.get("does"), play)(engine, case)
+        found = {"refuse": refuse, "fit": fit, "overflow": overflow, "resume": resume}.get(case.get("does"), play)(
+            engine, case
+        )
         if "recompute" in name:
             found["forwards"] = forwards(engine, case)
         if case["settings"].get("cp"):

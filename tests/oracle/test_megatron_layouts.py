@@ -58,6 +58,7 @@ for model in MODELS.values():
     model.setdefault("tie_word_embeddings", False)
 
 TP, DIST = {"tp": 2, "sp": True}, {"distributed_optimizer": True}
+WIDE = {"precision": "fp16", "initial_loss_scale": 2.0**22, "loss_scale_window": 4}
 AHEAD = {**DIST, "overlap_grad_reduce": True, "overlap_param_gather": True}
 KEPT = (
     "micro_batch",
@@ -77,6 +78,7 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2-dist": ("mixtral", 2, {"ep": 2, **DIST}),
     "experts-dp2": ("qwen2-moe", 2, {}),
     "etp1": ("qwen3-moe", 2, {**TP, "ep": 2, "etp": 1}),
+    "etp2": ("qwen3-moe", 2, {"etp": 2}),
     "experts-tp2": ("qwen2-moe", 2, TP),
     "mixed-pp2": ("mixed", 2, {"pp": 2}),
     "tp2-ep2": ("qwen2-moe", 4, {**TP, "ep": 2}),
@@ -85,6 +87,7 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep2-edp2-dist": ("qwen3-moe", 4, {"ep": 2, **DIST}),
     "mla-ep2": ("deepseek", 2, {"ep": 2}),
     "lora-ep2": ("qwen3-moe", 2, {"ep": 2, "lora_rank": 4, "lora_targets": ("q_proj", "o_proj")}),
+    "lora-mla": ("deepseek", 2, {"ep": 2, "lora_rank": 4, "lora_targets": ("o_proj",)}),
     "lora-hf-vp2": ("llama", 2, {"pp": 2, "vp": 2, "lora_rank": 4}),
     "vp2": ("llama", 2, {"pp": 2, "vp": 2}),
     "vp2-odd": ("llama", 2, {"pp": 2, "vp": 2, "micro_batch": 8}),
@@ -132,6 +135,7 @@ BALANCED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "balance-ep2": ("qwen3-moe", 2, {"ep": 2}),
     "balance-tp2": ("qwen3-moe", 2, TP),
     "balance-cp2": ("mixed", 2, {"cp": 2, "recompute": "full"}),
+    "balance-vp2": ("mixed", 2, {"pp": 2, "vp": 2, "micro_batch": 8}),
     "balance-tp2-pp2": ("mixed", 4, {**TP, "pp": 2}),
 }
 HALF: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -140,12 +144,10 @@ HALF: dict[str, tuple[str, int, dict[str, Any]]] = {
     "half-bf16-ep2": ("half", 2, {"precision": "bf16", "ep": 2, **DIST}),
 }
 OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "overflow": ("llama", 2, {"precision": "fp16", "pp": 2, "initial_loss_scale": 2.0**22, "loss_scale_window": 4}),
-    "overflow-ep2": (
-        "qwen3-moe",
-        2,
-        {"precision": "fp16", "ep": 2, **DIST, "initial_loss_scale": 2.0**22, "loss_scale_window": 4},
-    ),
+    "overflow": ("llama", 2, {**WIDE, "pp": 2}),
+    "overflow-ep2": ("qwen3-moe", 2, {**WIDE, **DIST, "ep": 2}),
+    "resume-vp2": ("llama", 2, {**WIDE, "pp": 2, "vp": 2}),
+    "resume-ep2": ("qwen3-moe", 2, {**WIDE, **AHEAD, "ep": 2}),
     "fit": ("qwen3-moe", 2, {"ep": 2, "micro_batch": 1, "epochs": 2.0}),
 }
 COEFFICIENT = 0.05
@@ -196,6 +198,7 @@ def ran(hf: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[s
         convert(model=str(directory), to="megatron", out=where / name)
     for name, case in CASES.items():
         case.update(model=str(hf[case["base"]] if case["from_hf"] else where / case["base"]), vocab=VOCAB)
+        case["state"] = str(where / f"state-{name}")
         case["save"] = str(where / f"saved-{name}") if case["save"] else ""
     (where / "plan.json").write_text(json.dumps({"out": str(where), "cases": CASES}))
     found: dict[str, Any] = {}
@@ -331,6 +334,13 @@ def test_a_step_that_overflows_is_reported_and_changes_nothing(ran: dict[str, An
     for step, (scale, after) in enumerate(pairwise(scales)):
         assert after == scale / 2 if skipped[step] else after in (scale, scale * 2)
     assert max(scales[skipped.index(0.0) :]) > min(scales)  # and grows again
+
+
+@pytest.mark.parametrize("name", ["resume-vp2", "resume-ep2"])
+def test_a_saved_state_goes_on_exactly(ran: dict[str, Any], name: str) -> None:
+    for found in (rank[name] for rank in ran[2]):
+        assert found["again"] == found["first"]
+        assert found["done"] == 7
 
 
 def test_the_trainer_under_expert_parallelism(ran: dict[str, Any], plain: Any) -> None:

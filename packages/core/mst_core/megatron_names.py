@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mst_core.errors import InputError
-from mst_core.families import Config, Family, Model, Task, Where
+from mst_core.families import Config, Family, Model, Task
+from mst_core.families.rules import Where
 
 Spec = Literal["te", "local", "hybrid"]
 Form = Literal["stacked", "per-layer"]

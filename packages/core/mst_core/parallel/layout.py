@@ -8,8 +8,6 @@ from mst_core.errors import InputError, many
 from mst_core.families.rules import Model
 from mst_core.runspec import RunSpec
 
-EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
-
 
 def check_layout(model: Model, spec: RunSpec, where: str | Path) -> None:
     """Raises InputError with everything of the layout that the model does not fit, and what would."""
@@ -73,9 +71,6 @@ def _experts(model: Model, spec: RunSpec) -> list[InputError]:
         found.append(InputError(what, hint=f"--etp of {_list(divisors(ffn))}"))
     if spec.tp > 1 and not spec.sp:
         found.append(InputError("Megatron trains experts under --tp with sequence parallelism only", hint="add --sp"))
-    if spec.lora_rank is not None and set(spec.targets) & set(EXPERT_TARGETS):
-        hint = "--lora-targets q_proj,k_proj,v_proj,o_proj"
-        found.append(InputError("LoRA on experts is not there yet in the megatron engine", hint=hint))
     return found
 
 
@@ -90,8 +85,6 @@ def _latent(model: Model, spec: RunSpec) -> list[InputError]:
         # Under --tp megatron-core 0.19.2's own layers sum the gradient of q_layernorm twice (MEGATRON.md).
         hint = "--tp 1, with --pp, --cp and --ep"
         found.append(InputError("models with latent attention train with --tp 1 only, for now", hint=hint))
-    if spec.lora_rank is not None:
-        found.append(InputError("LoRA on latent attention is not there yet in the megatron engine"))
     return found
 
 

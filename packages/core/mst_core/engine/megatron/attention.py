@@ -1,4 +1,4 @@
-"""The two modules of a layer that megatron-core's local spec lacks for sequence and context parallelism, windows and MLA.
+"""The two modules that megatron-core's local spec lacks for sequence and context parallelism, windows and MLA.
 
 Shapes: S tokens of this rank, B batch, N heads of this rank, G key-value groups of this rank, D and E head sizes.
 """

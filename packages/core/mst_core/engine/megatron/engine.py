@@ -99,6 +99,7 @@ class MegatronEngine:
 
     def save_state(self, directory: Path) -> None:
         """See state.py."""
+        optimizer.finish_gather(self.chunks, self.spec)
         state.save(directory, self.spec, self.raw, self.optimizer, self.steps)
 
     def load_state(self, directory: Path) -> None:

@@ -89,13 +89,18 @@ def parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def scaler_of(optimizer: Any) -> Any:
+    """The loss scale of fp16, None otherwise."""
+    return next((part.grad_scaler for part in parts(optimizer) if getattr(part, "grad_scaler", None)), None)
+
+
 def share_loss_scale(optimizer: Any) -> Callable[[bool], None]:
     """fp16: one loss scale for all parts, and the function that updates it once a step, knowing what all parts found.
 
     Megatron's parts have a scale each, and each lowers its own: once only the experts' gradients overflow, the loss is
     scaled by one scale and their gradients are divided by another.
     """
-    scaler = parts(optimizer)[0].grad_scaler
+    scaler = scaler_of(optimizer)
     if scaler is None:
         return lambda overflow: None
     update = scaler.update

@@ -2,6 +2,7 @@
 
 Per layer and micro-batch: E * sum over experts of (share of the choices) * (mean probability), over real tokens (Switch
 Transformer, arXiv 2101.03961, as Megatron computes it, layer by layer; transformers takes all layers as one).
+A micro-batch that the trainer repeats, where they do not divide among ranks, counts once more.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ class BalancedRouter(TopKRouter):
 
     balance: Tensor | float = 0.0
 
-    def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, reduce_group: Any,
-        needs_dp_avg: bool = True, valid_token_count: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """``aux_loss`` is this rank's share of the micro-batch's loss, times ``aux_loss_coeff``.
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """Attach coefficient * tokens * loss, this rank's share of it, to ``probs``. Shapes: (tokens, experts).
 
-        Megatron would take this rank's tokens times the ranks for the micro-batch's, which is wrong where padding is
-        not spread evenly over a row's ranks.
+        Megatron 0.19.2 multiplies by the row's ranks as well, once padding is told: it adds up the tokens of all ranks
+        in place, and takes them for this rank's.
         """
-        tokens = torch.as_tensor(valid_token_count, dtype=torch.float32, device=aux_loss.device).clone()
-        dist.all_reduce(tokens, group=reduce_group)
-        self.balance = self.balance + (aux_loss / aux_loss_coeff * tokens).detach()
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens)
+        chosen_E = routing_map.sum(dim=0).float()
+        dist.all_reduce(chosen_E, group=self.tp_cp_group)
+        total = chosen_E.sum().clamp(min=1.0)  # tokens * topk; none at all where a micro-batch only fills a group
+        loss = chosen_E.numel() * (chosen_E / total * scores_for_aux_loss.sum(dim=0)).sum()
+        self.balance = self.balance + loss.detach()
+        return MoEAuxLossAutoScaler.apply(probs, self.get_aux_loss_coeff("aux_loss") * loss)
 
 
 def take_balance(chunks: Iterable[Any], device: torch.device) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mst_core.engine.megatron.optimizer import parts
+from mst_core.engine.megatron.optimizer import parts, scaler_of
 from mst_core.errors import InputError
 from mst_core.runspec import RunSpec
 
@@ -32,7 +32,7 @@ def save(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any, 
         "optimizers": [
             {"copies": _copies(one), "state": one.optimizer.state_dict()} for one in parts(optimizer) if one.optimizer
         ],
-        "scale": scaler.state_dict() if (scaler := parts(optimizer)[0].grad_scaler) else None,
+        "scale": scaler.state_dict() if (scaler := scaler_of(optimizer)) else None,
         "random": torch.get_rng_state(),
     }
     torch.save(state, directory / _name())
@@ -49,14 +49,14 @@ def load(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any) 
     if differ:
         raise InputError(f"is of another layout of ranks: {', '.join(differ)}", where=path, hint="give the old one")
     with torch.no_grad():
-        for name, parameter in _trained(chunks):
-            parameter.copy_(state["weights"][name])
+        for name, weight in _trained(chunks):
+            weight.copy_(state["weights"][name])
         for one, kept in zip((one for one in parts(optimizer) if one.optimizer), state["optimizers"], strict=True):
             for parameter, copy in zip(_copies(one), kept["copies"], strict=True):
                 parameter.copy_(copy)
             one.optimizer.load_state_dict(kept["state"])
-    if state["scale"] is not None:
-        parts(optimizer)[0].grad_scaler.load_state_dict(state["scale"])  # which all parts share
+    if (scaler := scaler_of(optimizer)) is not None:
+        scaler.load_state_dict(state["scale"])
     torch.set_rng_state(state["random"])
     return int(state["steps"])
 

@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens of the batch, S = T padded for the layout, C = S /
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -127,8 +128,9 @@ def run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     shape = cut.shape(batches)
-    # An interleaved pipeline takes its micro-batches in groups: the last one is repeated, and counts for nothing.
-    given = list(enumerate([*batches, *[batches[-1]] * (-len(batches) % cut.group)]))
+    # An interleaved pipeline takes its micro-batches in groups: the last is repeated, and counts for nothing.
+    filler = replace(batches[-1], lengths_B=torch.zeros_like(batches[-1].lengths_B))
+    given = list(enumerate([*batches, *[filler] * (-len(batches) % cut.group)]))
     kept: dict[int, Any] = {}
 
     def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
