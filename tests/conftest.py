@@ -76,7 +76,7 @@ def make_hf(
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(directory, template)
     settings = {**DIMS, "vocab_size": 330, "eos_token_id": 2, "bos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, **{**settings, **FAMILIES[family], **dims})
+    config = AutoConfig.for_model(family, **{**settings, **FAMILIES.get(family, {}), **dims})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     with torch.no_grad():

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from mst_align.losses import dpo_objective
 from mst_core import checkpoint
+from mst_core.data.render import Sample
+from mst_core.engine import loop
 from mst_core.engine.seam import Batch, Engine, Objective, Term
 from mst_core.errors import RunError
 from mst_core.runspec import RunSpec
@@ -87,6 +89,71 @@ def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def fit(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
+    """The trainer itself on five pairs: the last micro-batches, and the reference's passes, do not divide by two."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for length in (11, 9, 14, 12, 8, 15, 10, 13, 9, 12):
+        tokens = torch.randint(0, case["vocab"], (length,), generator=generator).tolist()
+        samples.append(Sample(tokens, [0] * 4 + [1] * (length - 4)))
+    units = list(zip(samples[::2], samples[1::2], strict=True))
+    done = loop.fit(engine, OBJECTIVES["dpo"], units, spec_of(case), None, units[:3])
+    return {"first": done.first["loss"], "last": done.last["loss"], "evaluation": done.evaluation["loss"]}
+
+
+def forwards(engine: Any, case: dict[str, Any]) -> int:
+    """How often the first layer's core attention runs in one step."""
+    seen: list[int] = []
+    layer = engine.raw[0].decoder.layers[0].self_attention.core_attention
+    handle = layer.register_forward_hook(lambda *_: seen.append(1))
+    whole = batches(0, 8, 2, case["vocab"])
+    engine.step(whole[engine.dp_rank :: engine.dp_size], OBJECTIVES["sft"], 0.0)
+    handle.remove()
+    return len(seen)
+
+
+def same_cut(engine: Any, case: dict[str, Any]) -> bool:
+    """Whether a row is cut as Megatron itself cuts it for context parallelism."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    tokens = torch.arange(48).view(2, 24)
+    group = parallel_state.get_context_parallel_group()
+    theirs = get_batch_on_this_cp_rank({"tokens": tokens, "cu_seqlens": None}, False, group)["tokens"]
+    return torch.equal(theirs, engine.cut.mine(tokens))
+
+
+def overflow(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Steps whose gradients overflow at first."""
+    probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
+    steps, same, scores = [], [], [engine.score(probe)]
+    for _ in range(12):
+        mine = batches(0, 8, 2, case["vocab"])[engine.dp_rank :: engine.dp_size]
+        steps.append(engine.step(mine, OBJECTIVES["sft"], 1e-3))
+        scores.append(engine.score(probe))
+        same.append(torch.equal(scores[-1], scores[-2]))
+    return {"steps": steps, "same": same}
+
+
+def resume(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Three steps after a save, and again after going back to it."""
+    where = Path(case["state"])
+    where.mkdir(exist_ok=True)
+
+    def steps(seeds: Sequence[int]) -> list[dict[str, float]]:
+        return [
+            engine.step(batches(seed, 8, 2, case["vocab"])[engine.dp_rank :: engine.dp_size], OBJECTIVES["sft"], 1e-3)
+            for seed in seeds
+        ]
+
+    steps(range(4))
+    engine.save_state(where)
+    first = steps(range(4, 7))
+    steps(range(20, 25))
+    engine.load_state(where)
+    return {"first": first, "again": steps(range(4, 7)), "done": engine.steps}
+
+
 def refuse(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Two steps that must be refused, the weights being those of before."""
     probe = batches(99, 3, 3, case["vocab"], prompts=False)[0]
@@ -124,7 +191,7 @@ def logits(engine: Any, case: dict[str, Any]) -> Tensor:
     """Of the whole model on this rank (TP 1, PP 1)."""
     tokens = batches(99, 3, 3, case["vocab"], prompts=False)[0].tokens_BT
     with torch.no_grad():
-        found = engine.raw(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+        found = engine.raw[0](tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
     return found[..., : case["vocab"]].float()
 
 
@@ -140,7 +207,13 @@ def main() -> None:
         engine = MegatronEngine(
             spec_of({**case, "settings": {**case["settings"], "nproc": world}}), Path(case["model"])
         )
-        found = refuse(engine, case) if case.get("refuse") else play(engine, case)
+        found = {"refuse": refuse, "fit": fit, "overflow": overflow, "resume": resume}.get(case.get("does"), play)(
+            engine, case
+        )
+        if "recompute" in name:
+            found["forwards"] = forwards(engine, case)
+        if case["settings"].get("cp"):
+            found["same_cut"] = same_cut(engine, case)
         if case.get("logits"):
             found["logits"] = logits(engine, case)
         if case.get("save"):

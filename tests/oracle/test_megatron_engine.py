@@ -83,7 +83,7 @@ def cases() -> dict[str, dict[str, Any]]:
     found["untouched/half"] = case("half", "tp2", "sft", steps=0, settings={"precision": "bf16"}, save=True)
     found["trained/tp2-pp2"] = case("qwen2", "tp2-pp2", "sft", save=True)
     for layout, more in (("tp2-pp2", {}), ("dp2-dist", {}), ("tp2", {"precision": "bf16"})):
-        found[f"refuse/{layout}{'-bf16' if more else ''}"] = case("llama", layout, "sft", refuse=True, settings=more)
+        found[f"refuse/{layout}{'-bf16' if more else ''}"] = case("llama", layout, "sft", does="refuse", settings=more)
     return found
 
 

@@ -141,7 +141,7 @@ def test_files_of_rows(model: Path, data: Path) -> None:
         ({"engine": "plain", "pp": 2}, "is one process"),
         ({"sp": True}, "--sp needs --tp"),
         ({"global_batch": 6, "micro_batch": 4}, "is not a multiple"),
-        ({"nproc": 3, "tp": 2}, "is not a multiple of tp x pp"),
+        ({"nproc": 3, "tp": 2}, "is not a multiple of tp x cp x pp"),
         ({"min_lr": 1.0}, "is above --lr"),
     ],
 )
@@ -157,6 +157,14 @@ def _flag(name: str, value: Any) -> list[str]:
     if value is True:
         return [flag]
     return [flag, *value] if isinstance(value, tuple) else [flag, str(value)]
+
+
+def test_a_hugging_face_directory_and_what_needs_megatron(model: Path, data: Path) -> None:
+    assert plan(settings(model, data, engine="megatron", pp=2, cp=2)).layout_of_ranks == "tp 1, pp 2, dp 1, cp 2"
+    error = refused(model, data, tp=2)
+    assert "which the plain engine trains; --tp needs megatron" in str(error)
+    assert error.hint == "--engine megatron"
+    assert "--ep needs a model with experts" in str(refused(model, data, engine="megatron", ep=2))
 
 
 def test_megatron_directories_that_cannot_name_themselves(

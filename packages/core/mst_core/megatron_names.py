@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mst_core.errors import InputError
-from mst_core.families import Model, Task
+from mst_core.families import Config, Family, Model, Task
+from mst_core.families.rules import Where
 
 Spec = Literal["te", "local", "hybrid"]
 Form = Literal["stacked", "per-layer"]
@@ -97,6 +98,13 @@ def _hybrid(name: str, layer: int | None) -> str:
     inside = name.split(".", 3)[3]
     mlp = inside.startswith(("mlp.", MLP_NORM))
     return f"decoder.layers.{2 * layer + int(mlp)}.{inside}"
+
+
+def model_of(family: Family, config: Config, keys: Iterable[str], where: Where = "config.json") -> Model:
+    """The model of a Megatron directory: its keys, not config.json, say whether it has layers of MTP."""
+    mtp = any(key.startswith("mtp.") for key in keys)
+    dialect = next((spoken for spoken in family.dialects if ("mtp" in spoken.split(" and ")) == mtp), None)
+    return family.model(config, where, dialect=dialect)
 
 
 def is_mla(model: Model) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mst_core import checkpoint, families, hub, manifest, resume, tensors, torch_dist
+from mst_core import checkpoint, families, hub, manifest, megatron_names, resume, tensors, torch_dist
 from mst_core.data import render, rows, sources
 from mst_core.data.sources import Source
 from mst_core.errors import InputError, SettingsError
@@ -65,15 +65,16 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
     config = tensors.config(hf)
     family = families.family_for(config, str(hf / "config.json"))
     found = tensors.headers(model_dir) if layout == "hf" else {}
-    model = family.model(config, str(hf / "config.json"), names=found)
     if layout == "megatron":
-        torch_dist.metadata(torch_dist.checkpoint_dir(model_dir))
+        stored = torch_dist.metadata(torch_dist.checkpoint_dir(model_dir))
+        model = megatron_names.model_of(family, config, stored, str(hf / "config.json"))
     else:
+        model = family.model(config, str(hf / "config.json"), names=found)
         _check_tensors(found, model, model_dir)
     if engine == "megatron":
         groups = family.megatron(config, str(hf / "config.json"))
-        if "mla" in groups or groups["transformer"].get("num_moe_experts") or family.carried:
-            what = f"the megatron engine does not train {family.architecture} yet, only dense text models"
+        if "softmax_type" in groups["transformer"] or family.carried:
+            what = f"the megatron engine does not train {family.architecture} yet (attention sinks, images)"
             raise InputError(what, where=model_dir, hint=f"mst-convert --model {model_dir} --to hf, and --engine plain")
         check_layout(model, spec, model_dir)
     if spec.lora_rank is not None:
@@ -102,7 +103,7 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
         parameters=model.parameters,
         engine=engine,
         ranks=spec.ranks,
-        layout_of_ranks=f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}{', sp' if spec.sp else ''}",
+        layout_of_ranks=_layout_of_ranks(spec),
         trains=f"{what}, {spec.precision or 'bf16, on a CPU fp32'}",
         lines=lines,
         steps=known + ("" if spec.steps else f" ({spec.epochs or 1:g} epochs, a line being a row)"),
@@ -121,6 +122,12 @@ def _check_out(spec: RunSpec) -> None:
     if step is not None and not spec.resume and not spec.overwrite:
         what = f"a run to it was stopped, and step {step} is saved"
         raise InputError(what, where=spec.out, hint="--resume goes on, --overwrite starts again")
+
+
+def _layout_of_ranks(spec: RunSpec) -> str:
+    sizes = {"vp": spec.vp, "cp": spec.cp, "ep": spec.ep, "etp": spec.etp or 1}
+    more = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}", *more, *(["sp"] if spec.sp else [])])
 
 
 def layout_of(model_dir: Path) -> str:
@@ -150,13 +157,13 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     """The engine in effect. Raises InputError where the directory is not the one it eats."""
     fitting = {"hf": "plain", "megatron": "megatron"}[layout]
     engine = fitting if spec.engine == "auto" else spec.engine
-    if engine != fitting:
-        to = {"plain": "hf", "megatron": "megatron"}[engine]
-        hint = f"mst-convert --model {model_dir} --to {to} --out {model_dir}-{to}, or --engine {fitting}"
+    if engine == "plain" and layout == "megatron":
+        hint = f"mst-convert --model {model_dir} --to hf --out {model_dir}-hf, or --engine megatron"
         raise InputError(f"is a {layout} directory, which the {engine} engine does not eat", where=model_dir, hint=hint)
-    if engine == "plain" and (spec.ranks > 1 or spec.distributed_optimizer):
-        hint = f"mst-convert --model {model_dir} --to megatron --out {model_dir}-megatron"
-        raise InputError("is a Hugging Face directory; several ranks need a Megatron one", where=model_dir, hint=hint)
+    if engine == "plain" and spec.needs_megatron:
+        hint = "--engine megatron"
+        what = f"is a Hugging Face directory, which the plain engine trains; {spec.needs_megatron[0]} needs megatron"
+        raise InputError(what, where=model_dir, hint=hint)
     return engine
 
 

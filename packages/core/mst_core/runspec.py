@@ -50,13 +50,63 @@ class RunSpec(Spec):
         validation_alias=AliasChoices("pp", "pipeline_model_parallel_size"),
     )
     sp: bool = Field(False, description="sequence parallel", validation_alias=AliasChoices("sp", "sequence_parallel"))
+    vp: int = Field(
+        1,
+        ge=1,
+        description="virtual pipeline stages per rank (interleaved schedule)",
+        validation_alias=AliasChoices(
+            "vp", "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"
+        ),
+    )
+    decoder_first_pipeline_num_layers: int | None = Field(
+        None, ge=1, description="layers of the first pipeline stage (default: as many as the others)"
+    )
+    decoder_last_pipeline_num_layers: int | None = Field(None, ge=1, description="layers of the last pipeline stage")
+    cp: int = Field(
+        1, ge=1, description="context parallel size", validation_alias=AliasChoices("cp", "context_parallel_size")
+    )
+    ep: int = Field(
+        1, ge=1, description="expert parallel size", validation_alias=AliasChoices("ep", "expert_model_parallel_size")
+    )
+    etp: int | None = Field(
+        None,
+        ge=1,
+        description="tensor parallel size of the experts (default: tp)",
+        validation_alias=AliasChoices("etp", "expert_tensor_parallel_size"),
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="how tokens travel to their experts"
+    )
+    moe_aux_loss_coeff: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="load balancing loss of the router; 0 turns it off",
+        validation_alias=AliasChoices("moe_aux_loss_coeff", "router_aux_loss_coef"),
+    )
     nproc: int | None = Field(
-        None, ge=1, description="local ranks to start (default: tp x pp); data parallel size follows"
+        None, ge=1, description="local ranks to start (default: those of the layout); data parallel size follows"
     )
     distributed_optimizer: bool = Field(
         False,
         description="shard optimizer state over data parallel ranks",
         validation_alias=AliasChoices("distributed_optimizer", "use_distributed_optimizer"),
+    )
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
+    overlap_param_gather: bool = Field(
+        False, description="gather parameters of the distributed optimizer during the next forward pass"
+    )
+    recompute: Literal["full", "selective"] | None = Field(
+        None,
+        description="recompute activations in the backward pass: whole layers, or only some modules",
+        validation_alias=AliasChoices("recompute", "recompute_granularity"),
+    )
+    recompute_method: Literal["uniform", "block"] = Field(
+        "uniform", description="full: every group of layers, or the first layers of each stage"
+    )
+    recompute_num_layers: int = Field(1, ge=1, description="full: layers of a group, or of each stage")
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = Field(
+        ("core_attn",), description="selective: which"
     )
 
     micro_batch: int = Field(
@@ -91,9 +141,11 @@ class RunSpec(Spec):
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW")
     clip_grad: float = Field(1.0, ge=0, allow_inf_nan=False, description="global gradient norm; 0 turns it off")
-    precision: Literal["fp32", "bf16"] | None = Field(
+    precision: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="of the forward and backward pass (default: bf16 on an accelerator, fp32 on a CPU)"
     )
+    initial_loss_scale: float = Field(65536.0, ge=1, allow_inf_nan=False, description="fp16: halved when it overflows")
+    loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow until the scale doubles")
 
     lora_rank: int | None = Field(None, ge=1, description="train a LoRA adapter of this rank (default: all weights)")
     lora_alpha: float | None = Field(None, gt=0, description="LoRA scale is alpha / rank (default: 2 x rank)")
@@ -132,27 +184,76 @@ class RunSpec(Spec):
             raise ValueError("--sp needs --tp of 2 or more: it shards activations over the tensor parallel ranks")
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
-        ranks = self.nproc or self.tp * self.pp
-        if ranks % (self.tp * self.pp):
-            raise ValueError(f"--nproc {ranks} is not a multiple of tp x pp = {self.tp * self.pp}")
-        if self.engine == "plain" and (ranks > 1 or self.distributed_optimizer):
-            raise ValueError(
-                "--engine plain is one process: --tp, --pp, --nproc and the distributed optimizer need megatron"
-            )
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError("--vp needs --pp of 2 or more: its stages are virtual ones of each pipeline rank")
+        if self.pp == 1 and (self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers):
+            raise ValueError("--decoder-first-pipeline-num-layers and --decoder-last-... need --pp of 2 or more")
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("--overlap-param-gather needs --distributed-optimizer and --overlap-grad-reduce")
+        self._check_recompute()
+        if self.ranks % self.model_ranks:
+            raise ValueError(f"--nproc {self.ranks} is not a multiple of tp x cp x pp = {self.model_ranks}")
+        if self.ranks % self.expert_ranks:
+            raise ValueError(f"--nproc {self.ranks} is not a multiple of etp x ep x pp = {self.expert_ranks}")
+        if self.engine == "plain" and self.needs_megatron:
+            raise ValueError(f"--engine plain is one process: {self.needs_megatron[0]} needs megatron")
         if self.global_batch % (self.micro_batch * self.dp):
             whole = self.micro_batch * self.dp
             raise ValueError(f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {whole}")
         return self
 
+    def _check_recompute(self) -> None:
+        given = self.model_fields_set
+        for names, granularity in (
+            (("recompute_method", "recompute_num_layers"), "full"),
+            (("recompute_modules",), "selective"),
+        ):
+            for name in names:
+                if name in given and self.recompute != granularity:
+                    raise ValueError(f"--{name.replace('_', '-')} needs --recompute {granularity}")
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of the experts."""
+        return self.etp or self.tp
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the layers without experts, a context part each."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one copy of the experts; as many without experts, of which --etp then says nothing."""
+        return (self.expert_tp if self.etp or self.ep > 1 else 1) * self.ep * self.pp
+
     @property
     def ranks(self) -> int:
         """Processes of the run when mst starts them itself."""
-        return self.nproc or self.tp * self.pp
+        return self.nproc or math.lcm(self.model_ranks, self.expert_ranks)
 
     @property
     def dp(self) -> int:
         """Data parallel size."""
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // self.model_ranks
+
+    @property
+    def needs_megatron(self) -> list[str]:
+        """The flags in effect that the plain engine does not have."""
+        on = {
+            "--tp": self.tp > 1,
+            "--pp": self.pp > 1,
+            "--cp": self.cp > 1,
+            "--ep": self.ep > 1,
+            "--etp": self.etp is not None,
+            "--nproc": self.ranks > 1,
+            "--distributed-optimizer": self.distributed_optimizer,
+            "--overlap-grad-reduce": self.overlap_grad_reduce,
+            "--recompute": self.recompute is not None,
+            "--moe-aux-loss-coeff": self.moe_aux_loss_coeff > 0,
+            "--precision fp16": self.precision == "fp16",
+        }
+        return [flag for flag, yes in on.items() if yes]
 
     def total_steps(self, units: int) -> int:
         """Optimizer steps over so many rows (or pairs): --steps, or --epochs of global batches, nothing dropped (the

@@ -50,7 +50,7 @@ def fit(
     steps = spec.total_steps(order.size)
     done = Fit(steps)
     batches = list(islice(order.batches(spec.global_batch), steps))
-    mine = _mine(batches, engine, spec)
+    mine = [_mine(batches, rank, engine.dp_size, spec) for rank in range(engine.dp_size)]
     references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
     start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
@@ -120,12 +120,12 @@ def micro_batches(units: Sequence[Unit], engine: Engine, spec: RunSpec, referenc
     return [_collate(piece, found) for piece, found in pieces[engine.dp_rank :: engine.dp_size]]
 
 
-def _mine(batches: Sequence[Sequence[int]], engine: Engine, spec: RunSpec) -> set[int]:
-    """Which units the micro-batches of this data parallel rank hold, over the whole run."""
+def _mine(batches: Sequence[Sequence[int]], rank: int, dp_size: int, spec: RunSpec) -> set[int]:
+    """Which units the micro-batches of a data parallel rank hold, over the whole run."""
     pieces = (
         batch[start : start + spec.micro_batch]
         for batch in batches
-        for start in range(engine.dp_rank * spec.micro_batch, len(batch), engine.dp_size * spec.micro_batch)
+        for start in range(rank * spec.micro_batch, len(batch), dp_size * spec.micro_batch)
     )
     return {index for piece in pieces for index in piece}
 
@@ -145,17 +145,20 @@ def _references(
     units: Sequence[Unit],
     spec: RunSpec,
     title: str,
-    only: set[int] | None = None,
+    only: Sequence[set[int]] | None = None,
 ) -> list[Tensor] | None:
     """ref_logp_B of each unit under the reference: the model before its first step, an adapter being off.
 
-    One pass before the training, so no second model is ever held. ``only``: the units that this rank will meet; the
-    others get zeros.
+    One pass before the training, so no second model is ever held. ``only``: the units that each data parallel rank will
+    meet; the others get zeros. Ranks with fewer score some again: experts may be spread over them, and all must call.
     """
     if not objective.reference or not units:
         return None
     found = [torch.zeros(objective.rows) for _ in units]
-    wanted = sorted(range(len(units)) if only is None else only)
+    wanted = list(range(len(units)))
+    if only is not None:
+        wanted = sorted(only[engine.dp_rank])
+        wanted += (wanted or [0])[:1] * (max(map(len, only)) - len(wanted))
     with _progress(engine, len(wanted), title, "row") as bar:
         for start in range(0, len(wanted), spec.micro_batch):
             indices = wanted[start : start + spec.micro_batch]

@@ -27,7 +27,11 @@ NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
-LAYOUT = ("tp", "pp", "dp", "sp", "distributed_optimizer", "micro_batch")
+LAYOUT = (
+    "tp", "pp", "dp", "sp", "vp", "cp", "ep", "etp", "distributed_optimizer", "micro_batch", "recompute",
+    "recompute_method", "recompute_num_layers", "recompute_modules", "overlap_grad_reduce", "overlap_param_gather",
+    "moe_token_dispatcher_type", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+)  # fmt: skip
 """Settings that a run may change when it goes on: another layout of ranks makes the same steps."""
 KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/")
 LORA = ("lora_rank", "lora_alpha", "lora_targets")

@@ -137,6 +137,9 @@ def mla_groups(config: Config, where: Where, dims: Dims, **fields: Any) -> Group
         raise not_in_megatron(
             "q_lora_rank = null, to which megatron-core adds a norm that the model does not have,", where
         )
+    if float(config.get("rms_norm_eps", 1e-6)) != 1e-6:
+        # transformers builds the norms of the compressed queries and keys without config.json's epsilon.
+        raise not_in_megatron(f"rms_norm_eps {config['rms_norm_eps']}, not that of its latent norms (1e-06),", where)
     rope = rope_of(config)
     plain = without_rope(config, rope)
     groups = megatron_groups(

@@ -1,6 +1,6 @@
-"""The two modules of a layer that megatron-core's local spec lacks for sequence parallelism, windows and MLA.
+"""The two modules that megatron-core's local spec lacks for sequence and context parallelism, windows and MLA.
 
-Shapes: S sequence, B batch, N heads of this rank, G key-value groups of this rank, D head size.
+Shapes: S tokens of this rank, B batch, N heads of this rank, G key-value groups of this rank, D and E head sizes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -29,7 +31,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class Attention(MegatronModule):
-    """Causal core attention over torch's scaled_dot_product_attention, with grouped queries and sliding windows."""
+    """Causal core attention over torch's scaled_dot_product_attention: grouped queries, sliding windows, values of
+    another size than keys (MLA), context parallel rows (cut.py: keys and values of the whole row are gathered)."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config=config)
@@ -38,17 +41,36 @@ class Attention(MegatronModule):
         self.window = config.window_size[0] if windowed else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object) -> Tensor:
-        """(S, B, N, D), (S, B, G, D), (S, B, G, E) -> (S, B, N * E), E = D but for MLA.
-
-        Causal, so ``attention_mask`` is not needed.
-        """
-        length, batch, heads = query.shape[:3]
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        """(S, B, N, D), (S, B, G, D), (S, B, G, E) -> (S, B, N * E). Causal, so ``attention_mask`` is not needed."""
+        length, batch, heads, _size = query.shape
         mask = None
-        if self.window is not None and length > self.window + 1:
-            ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
-            mask = ones.tril() & ones.triu(-self.window)
+        if self.config.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
+            mask = self._mask(*_places(length, self.config.context_parallel_size, query.device))
+        elif self.window is not None and length > self.window + 1:
+            places = torch.arange(length, device=query.device)
+            mask = self._mask(places, places)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != heads
         )
         return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+    def _mask(self, of_q: Tensor, of_k: Tensor) -> Tensor:
+        """(queries, keys) bool, from their places in the row."""
+        behind = of_q[:, None] - of_k[None, :]
+        return (behind >= 0) if self.window is None else (behind >= 0) & (behind <= self.window)
+
+
+def _places(length: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places in the row of this rank's tokens, and of all ranks' in the order they are gathered."""
+    each = [positions(rank, cp, length, device) for rank in range(cp)]
+    return each[parallel_state.get_context_parallel_rank()], torch.cat(each)
+
+
+def positions(rank: int, cp: int, length: int, device: torch.device) -> Tensor:
+    """(C,) int64: where in the row the ``length`` tokens of a context parallel rank stand."""
+    half = length // 2
+    first = torch.arange(rank * half, (rank + 1) * half, device=device)
+    return torch.cat([first, torch.arange((2 * cp - 1 - rank) * half, (2 * cp - rank) * half, device=device)])

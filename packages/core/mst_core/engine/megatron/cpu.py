@@ -1,8 +1,10 @@
 """The one bridge for machines without CUDA: real megatron-core over gloo and CPU tensors.
 
-megatron-core names CUDA in five ways: the current device, ``device="cuda"`` in factories and ``.cuda()``, CUDA random
-states, streams and synchronisation, and the type strings by which its optimizers group parameters. ``apply`` answers
-each for the CPU, once per process, and does nothing where CUDA is there. Nothing else in mst patches anything.
+megatron-core names CUDA in six ways: the current device, ``device="cuda"`` in factories and ``.cuda()``, CUDA random
+states, streams and synchronisation, the type strings by which its optimizers group parameters, and the copy of token
+counts to the host in its MoE dispatchers. A seventh: parts of unequal sizes, which NCCL gathers and gloo does not.
+``apply`` answers each for the CPU, once per process, and does nothing where CUDA is there. Nothing else in mst patches
+anything.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ def apply() -> None:
     _rng()
     _sync()
     _types()
+    _experts()
+    _unequal_parts()
 
 
 def _device() -> None:
@@ -46,6 +50,7 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return make(*args, **kwargs)
 
     return on_cpu
@@ -79,8 +84,8 @@ class _Nothing:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
+        return lambda *args, **kwargs: _Nothing()  # record_event answers an event
 
     def __enter__(self) -> None:
         pass
@@ -111,6 +116,45 @@ def _types() -> None:
         return answer.replace("torch.", "torch.cuda.", 1) if not args and not kwargs else answer
 
     torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+
+
+def _experts() -> None:
+    """The alltoall dispatcher wants its counts as numpy arrays, and gets them of CUDA tensors only."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = on_host
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
+def _unequal_parts() -> None:
+    """Experts under tensor parallelism gather and scatter as many tokens as each rank has; gloo wants equal parts."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, None, *rest)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_parts(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, None, *rest)
+        whole = input_.clone()
+        dist.all_reduce(whole, group=group)
+        return whole.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
 def is_applied() -> bool:

@@ -14,8 +14,8 @@ from mst_core.engine.megatron import cpu
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def start(tp: int, pp: int, seed: int, ep: int = 1) -> None:
-    """Join the world and make Megatron's groups: tensor parallel ranks adjacent, then data (experts), then pipeline."""
+def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None) -> None:
+    """Join the world and make Megatron's groups: tensor parallel ranks adjacent, then context, data, pipeline."""
     cpu.apply()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -27,7 +27,10 @@ def start(tp: int, pp: int, seed: int, ep: int = 1) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         create_gloo_process_groups=device != "cpu",
     )
     torch.manual_seed(seed)

@@ -4,12 +4,13 @@ The last pipeline stage turns its vocabulary-parallel logits into per-token log-
 parallel ranks), calls the objective and scales each term by its weight over the whole global step. Megatron's own
 divisions (by micro-batches, tokens, ranks) are off: calculate_per_token_loss without a token count.
 
-Shapes: B sequences, T tokens of the batch, S = T padded for sequence parallelism.
+Shapes: B sequences, T tokens of the batch, S = T padded for the layout, C = S / cp (cut.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mst_core.engine.megatron import groups
+from mst_core.engine.megatron.cut import Cut
 from mst_core.engine.seam import Batch, Objective
 
 LastStage = Callable[[Tensor, Batch], tuple[Tensor, Any]]
@@ -46,25 +48,43 @@ def mask_padding(model: Any, vocab: int) -> None:
     model.output_layer.register_forward_hook(hide)
 
 
-def forward_logp(model: Any, batch: Batch, multiple: int) -> Tensor:
-    """This stage's forward pass. On the last stage -logp of the next token, (B, S); else the hidden states.
+def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None) -> Tensor:
+    """This stage's forward pass. On the last stage -logp of the next token, (B, C); else the hidden states.
 
-    It is 0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made (under
-    sequence parallelism each rank holds other tokens, and all are made).
-
-    multiple   S is T rounded up to this (the tensor parallel size under sequence parallelism)
+    It is 0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made, where the
+    cut allows. ``shape``: see Cut.shape.
     """
-    tokens_BS = torch.nn.functional.pad(batch.tokens_BT, (0, -batch.tokens_BT.shape[1] % multiple))
+    tokens_BS = cut.pad(batch.tokens_BT, shape)
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
-    process = partial(_learnt, learnt_BS=batch.mask_BT.roll(-1, dims=1) != 0) if multiple == 1 else None
+    process = None
+    if cut.learnt:
+        learnt_BS = cut.pad(batch.mask_BT, shape).roll(-1, dims=1) != 0
+        process = partial(_learnt, learnt_BS=cut.mine(learnt_BS))
     return model(
-        input_ids=tokens_BS,
-        position_ids=positions_BS,
+        input_ids=cut.mine(tokens_BS),
+        position_ids=cut.mine(positions_BS),
         attention_mask=None,
-        labels=labels_BS,
+        labels=cut.mine(labels_BS),
         output_processor=process,
+        padding_mask=_padding(model, batch, cut, shape) if cut.balance else None,
     )
+
+
+def _padding(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None) -> Tensor:
+    """(B, C) bool: padding. For sequence parallelism Megatron cuts it on the first stage; here it is on the others."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model
+
+    within_BT = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device) < batch.lengths_B[:, None]
+    padding_BC = ~cut.mine(cut.pad(within_BT, shape))
+    if cut.learnt or get_attr_wrapped_model(model, "pre_process"):
+        return padding_BC
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    return padding_BC.chunk(size, dim=1)[rank]
 
 
 def _learnt(
@@ -88,14 +108,17 @@ def _learnt(
     return loss_N.new_zeros(length * batch).index_copy(0, chosen_N, loss_N).view(length, batch).t()
 
 
-def logp_of(output_BS: Tensor, batch: Batch) -> Tensor:
-    """logp_BT of the last stage's output."""
-    length = batch.tokens_BT.shape[1]
-    first_B1 = torch.zeros_like(output_BS[:, :1])
-    return torch.cat([first_B1, -output_BS[:, : length - 1]], dim=1).float()
+def logp_of(output_BC: Tensor, batch: Batch, cut: Cut) -> Tensor:
+    """logp_BT of the last stage's output, on every context parallel rank."""
+    rows, length = batch.tokens_BT.shape
+    output_BS = cut.whole(output_BC.float())
+    first_B1 = torch.zeros_like(output_BS[:rows, :1])
+    return torch.cat([first_B1, -output_BS[:rows, : length - 1]], dim=1)
 
 
-def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_only: bool, multiple: int) -> list[Any]:
+def run(
+    chunks: Sequence[Any], batches: Sequence[Batch], last_stage: LastStage, *, forward_only: bool, cut: Cut
+) -> list[Any]:
     """Megatron's schedule over the micro-batches.
 
     last_stage   (logp_BT, batch) -> (scaled loss, what to keep); called on the last stage only
@@ -104,28 +127,41 @@ def run(model: Any, batches: Sequence[Batch], last_stage: LastStage, *, forward_
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = on_device(next(iterator))
+    shape = cut.shape(batches)
+    # An interleaved pipeline takes its micro-batches in groups: the last is repeated, and counts for nothing.
+    filler = replace(batches[-1], lengths_B=torch.zeros_like(batches[-1].lengths_B))
+    given = list(enumerate([*batches, *[filler] * (-len(batches) % cut.group)]))
+    kept: dict[int, Any] = {}
 
-        def loss(output_BS: Tensor) -> Any:
-            value, kept = last_stage(logp_of(output_BS, batch), batch)
-            return value, torch.tensor(0, dtype=torch.int), kept
+    def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        number, batch = next(iterator)
+        batch = on_device(batch)
 
-        return forward_logp(chunk, batch, multiple), loss
+        def loss(output_BC: Tensor) -> Any:
+            if number < len(batches):
+                value, kept[number] = last_stage(logp_of(output_BC, batch, cut), batch)
+            else:
+                value = output_BC.sum() * 0
+            return value, torch.tensor(0, dtype=torch.int), None
 
-    return get_forward_backward_func()(
+        return forward_logp(chunk, batch, cut, shape), loss
+
+    rows, length = shape or batches[0].tokens_BT.shape
+    iterators = [iter(given) for _ in chunks]
+    get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=max(batch.tokens_BT.shape[1] for batch in batches),
-        micro_batch_size=batches[0].tokens_BT.shape[0],
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(given),
+        seq_length=length,
+        micro_batch_size=rows,
         forward_only=forward_only,
     )
+    return [kept[number] for number in sorted(kept)]
 
 
 def train(
-    model: Any, batches: Sequence[Batch], objective: Objective, total: dict[str, float], multiple: int
+    chunks: Sequence[Any], batches: Sequence[Batch], objective: Objective, total: dict[str, float], cut: Cut
 ) -> dict[str, Tensor]:
     """Forward and backward. Returns each term's local sum and coefficient, (2,), on the last stage; else nothing."""
     sums: dict[str, Tensor] = {}
@@ -139,16 +175,16 @@ def train(
         parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
         return torch.stack(parts).sum() if parts else logp_BT.sum() * 0, None
 
-    run(model, batches, last_stage, forward_only=False, multiple=multiple)
+    run(chunks, batches, last_stage, forward_only=False, cut=cut)
     return sums
 
 
-def score(model: Any, batch: Batch, multiple: int) -> Tensor:
+def score(chunks: Sequence[Any], batch: Batch, cut: Cut) -> Tensor:
     """logp_BT (fp32, CPU) on every rank of the model parallel group."""
     from megatron.core import parallel_state
 
     with torch.no_grad():
-        kept = run(model, [batch], lambda logp_BT, _: (logp_BT.sum(), logp_BT), forward_only=True, multiple=multiple)
+        kept = run(chunks, [batch], lambda logp_BT, _: (logp_BT.sum(), logp_BT), forward_only=True, cut=cut)
     found_BT = kept[0].contiguous() if kept else torch.empty(batch.tokens_BT.shape, dtype=torch.float32)
     found_BT = found_BT.to(groups.device())
     group = parallel_state.get_pipeline_model_parallel_group()
