@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,17 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 CASES = cases()
+SLOW = (
+    "ep2-dist", "experts-tp2", "tp2-ep2-allgather", "lora-mla", "vp2-dp2-dist", "cp2-mla", "cp2-pp2", "cp2-dp2-dist",
+    "last1", "recompute-block", "overlap-gather-vp2", "save-gather", "hf-mla", "hf-pp2-ep2", "same-hf-tied",
+    "balance-tp2", "balance-vp2", "half-fp16-ep2",
+)  # fmt: skip
+"""Much like others."""
+
+
+def named(found: Iterable[str]) -> list[Any]:
+    """Cases as parameters."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in found]
 
 
 def convert(**settings: Any) -> Path:
@@ -192,17 +203,21 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ran(hf: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ran(
+    hf: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("megatron")
     for name, directory in hf.items():
         convert(model=str(directory), to="megatron", out=where / name)
-    for name, case in CASES.items():
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    wanted = {name: case for name, case in CASES.items() if name in asked}
+    for name, case in wanted.items():
         case.update(model=str(hf[case["base"]] if case["from_hf"] else where / case["base"]), vocab=VOCAB)
         case["state"] = str(where / f"state-{name}")
         case["save"] = str(where / f"saved-{name}") if case["save"] else ""
-    (where / "plan.json").write_text(json.dumps({"out": str(where), "cases": CASES}))
+    (where / "plan.json").write_text(json.dumps({"out": str(where), "cases": wanted}))
     found: dict[str, Any] = {}
-    for world in (2, 4):
+    for world in sorted({case["world"] for case in wanted.values()}):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         done = subprocess.run(
             [*command, str(HERE / "megatron_ranks.py"), str(where / "plan.json")],
@@ -264,20 +279,20 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", [*EQUAL, *SAVED])
+@pytest.mark.parametrize("name", named([*EQUAL, *SAVED]))
 def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name: str) -> None:
     found, wanted = found_of(ran, name), plain(name)
     assert found["steps"][0].keys() == wanted["steps"][0].keys()
     check_equal(found, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in EQUAL if name.startswith("recompute")])
+@pytest.mark.parametrize("name", named(name for name in EQUAL if name.startswith("recompute")))
 def test_recomputed_attention_runs_twice(ran: dict[str, Any], name: str) -> None:
     dp = CASES[name]["world"] // ranks.spec_of({**CASES[name], "model": "m"}).model_ranks
     assert found_of(ran, name)["forwards"] == 2 * 4 / dp
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "cp" in CASES[name]["settings"]])
+@pytest.mark.parametrize("name", named(name for name in CASES if "cp" in CASES[name]["settings"]))
 def test_rows_are_cut_as_megatron_cuts_them(ran: dict[str, Any], name: str) -> None:
     assert all(rank[name]["same_cut"] for rank in ran[CASES[name]["world"]])
 
@@ -289,7 +304,7 @@ def saved_as_hf(name: str) -> Path:
     )
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", named(SAVED))
 def test_a_trained_model_comes_back(ran: dict[str, Any], name: str) -> None:
     found = found_of(ran, name)
     model = AutoModelForCausalLM.from_pretrained(saved_as_hf(name), dtype=torch.float32)
@@ -299,7 +314,7 @@ def test_a_trained_model_comes_back(ran: dict[str, Any], name: str) -> None:
     assert (logp - found["after"]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", UNTOUCHED)
+@pytest.mark.parametrize("name", named(UNTOUCHED))
 def test_an_untouched_model_comes_back_bit_equal(ran: dict[str, Any], hf: dict[str, Path], name: str) -> None:
     found_of(ran, name)
     first, second = (load_file(where / "model.safetensors") for where in (hf[CASES[name]["base"]], saved_as_hf(name)))
@@ -309,7 +324,7 @@ def test_an_untouched_model_comes_back_bit_equal(ran: dict[str, Any], hf: dict[s
         assert torch.equal(tensor, second[key]), key
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", named(HALF))
 def test_half_precision_follows_fp32(ran: dict[str, Any], plain: Any, name: str) -> None:
     settings = {**CASES[name]["settings"], "precision": "fp32"}
     wanted = plain(name, settings={key: value for key, value in settings.items() if key in KEPT})["steps"]
@@ -343,8 +358,9 @@ def test_a_saved_state_goes_on_exactly(ran: dict[str, Any], name: str) -> None:
         assert found["done"] == 7
 
 
-def test_the_trainer_under_expert_parallelism(ran: dict[str, Any], plain: Any) -> None:
-    found, wanted = found_of(ran, "fit"), plain("fit")
+@pytest.mark.parametrize("name", ["fit"])
+def test_the_trainer_under_expert_parallelism(ran: dict[str, Any], plain: Any, name: str) -> None:
+    found, wanted = found_of(ran, name), plain(name)
     assert found["first"] == pytest.approx(wanted["first"], abs=1e-5)
     assert found["last"] == pytest.approx(wanted["last"], abs=1e-5)
     assert found["evaluation"] == pytest.approx(wanted["evaluation"], abs=1e-5)
@@ -379,7 +395,7 @@ class Balanced(PlainEngine):
         return Objective("balanced", loss)
 
 
-@pytest.mark.parametrize("name", BALANCED)
+@pytest.mark.parametrize("name", named(BALANCED))
 def test_the_load_balancing_loss(
     ran: dict[str, Any], hf: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

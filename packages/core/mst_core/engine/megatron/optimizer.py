@@ -32,9 +32,7 @@ def wrap(chunks: Sequence[Any], spec: RunSpec) -> tuple[list[Any], Any]:
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        _settings(spec), wrapped, use_gloo_process_groups=torch.cuda.is_available(), dump_param_to_param_group_map=None
-    )
+    optimizer = get_megatron_optimizer(_settings(spec), wrapped, use_gloo_process_groups=torch.cuda.is_available())
     _hooks(config, wrapped, optimizer, spec)
     return wrapped, optimizer
 
