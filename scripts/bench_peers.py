@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ import bench
 SCRIPTS = Path(__file__).parent
 PEERS = {"Megatron-Bridge": "megatron-bridge", "mcore-bridge": "mcore-bridge"}
 TO, FROM = "HF -> torch_dist", "torch_dist -> HF"
-Run = tuple[float, int, int]  # seconds, peak of anonymous memory, peak of all resident memory
+Run = tuple[float, float, int, int]  # seconds, of them on a core, peak of anonymous memory, of all resident memory
 
 
 def main() -> None:
@@ -86,22 +87,24 @@ def timed(words: list[str], out: Path) -> Run:
     env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "PYTHONPATH")}
     own = os.environ if Path(words[0]).name == "mst-convert" else env
     os.sync()
-    start = time.monotonic()
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     memory = bench.run(words, dict(own))
     os.sync()
-    return time.monotonic() - start, *memory
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - start, sum(after[:2]) - sum(before[:2]), *memory
 
 
 def row(way: str, peer: str, ours: list[Run], theirs: list[Run]) -> str:
     """One line: medians, the spread of the ratio over the pairs, and the worst memory of ours against their best."""
     ratios = [they[0] / we[0] for we, they in zip(ours, theirs, strict=True)]
-    seconds = [statistics.median(run[0] for run in runs) for runs in (theirs, ours)]
-    memory = [(min(run[kind] for run in theirs), max(run[kind] for run in ours)) for kind in (1, 2)]
-    cells = [f"{they / 2**20:.0f} against {we / 2**20:.0f} MiB ({they / we:.0f} x)" for they, we in memory]
-    return (
-        f"| {way} | {peer} | {statistics.median(ratios):.1f} x | {min(ratios):.1f} to {max(ratios):.1f} "
-        f"| {seconds[0]:.1f} against {seconds[1]:.1f} s | {cells[0]} | {cells[1]} |"
-    )
+    cells = [way, peer, f"{statistics.median(ratios):.1f} x", f"{min(ratios):.1f} to {max(ratios):.1f}"]
+    for kind in (0, 1):
+        they, we = (statistics.median(run[kind] for run in runs) for runs in (theirs, ours))
+        cells.append(f"{they:.1f} against {we:.1f} s" + (f" ({they / we:.1f} x)" if kind else ""))
+    for kind in (2, 3):
+        most, least = max(run[kind] for run in ours), min(run[kind] for run in theirs)
+        cells.append(f"{least / 2**20:.0f} against {most / 2**20:.0f} MiB ({least / most:.0f} x)")
+    return f"| {' | '.join(cells)} |"
 
 
 def head(size: float, rounds: int, loads: list[float]) -> list[str]:
@@ -122,8 +125,8 @@ def head(size: float, rounds: int, loads: list[float]) -> list[str]:
         f"have no forward, {named} further names are there to be imported (scripts/peers/te_stub.py). Memory is the",
         "peak of the main process, the peer's lowest of all rounds against our highest.",
         "",
-        "| conversion | peer | faster | spread | median | anonymous memory | all resident memory |",
-        "|---|---|---|---|---|---|---|",
+        "| conversion | peer | faster | spread | median | on the cores | anonymous memory | all resident memory |",
+        "|---|---|---|---|---|---|---|---|",
     ]
 
 
