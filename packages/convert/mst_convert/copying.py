@@ -174,8 +174,9 @@ class Copying:
 
     def run(self) -> None:
         """Write every file. The first error of any worker is raised when all have stopped."""
-        with ThreadPoolExecutor(self._workers) as pool:
-            workers = [pool.submit(self._work) for _ in range(self._workers)]
+        count = 2 * self._workers  # while one waits for the disk, another works
+        with ThreadPoolExecutor(count) as pool:
+            workers = [pool.submit(self._work) for _ in range(count)]
         self._sources.close()
         os.close(self._journal)
         for out in self._files:

@@ -11,10 +11,14 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
+import threading
 from pathlib import Path
 
 BLOCK = 4096
 """What O_DIRECT asks of places, lengths and buffers, at most."""
+AHEAD = 1 << 28
+"""Bytes that are allocated before they are written: writes that make a file longer wait for one another."""
 PASS_ON = 1 << 25
 """Bytes between two hand-overs of written pages to the disk, where there is no O_DIRECT."""
 
@@ -34,12 +38,14 @@ class DiskFile:
         self.path = path
         self._handle = os.open(path, flags, 0o666)
         self._direct = _go_direct(self._handle)
-        self._passed = 0
+        self._passed = self._allocated = 0
+        self._lock = threading.Lock()
 
     def write(self, at: int, view: memoryview, room: memoryview, last: bool) -> None:
         """The bytes of ``view``, the beginning of the aligned buffer ``room``; ``last``: the file ends with them."""
         if self._direct and last:  # what goes beyond the end, to fill a block, is cut off by ``close``
             view = room[: -(-len(view) // BLOCK) * BLOCK]
+        self._allocate(at + len(view))
         while view:
             if self._direct and (at % BLOCK or len(view) % BLOCK):
                 self._direct = _go_buffered(self._handle)
@@ -51,6 +57,17 @@ class DiskFile:
                 self._direct = _go_buffered(self._handle)  # this disk wants larger blocks
                 continue
             view, at = view[count:], at + count
+
+    def _allocate(self, end: int) -> None:
+        """Room for ``end`` bytes; ``close`` gives back what is too much."""
+        with self._lock:
+            while self._direct and self._allocated < end:
+                try:
+                    os.posix_fallocate(self._handle, self._allocated, AHEAD)
+                except OSError:  # no room for so much, or the file system cannot
+                    self._allocated = sys.maxsize
+                    return
+                self._allocated += AHEAD
 
     def read(self, at: int, into: memoryview) -> int:
         """Fill ``into`` from what is there; how many bytes there were."""

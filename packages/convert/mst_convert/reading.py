@@ -179,8 +179,9 @@ def cast(raw: bytearray | memoryview, source: str, target: str, into: memoryview
     import numpy as np
 
     if (source, target) == ("BF16", "F32"):
-        halves = np.frombuffer(into, np.uint16)  # little endian: the upper half is the bf16, the lower one is zero
-        halves[0::2], halves[1::2] = 0, np.frombuffer(raw, np.uint16)
+        words = np.frombuffer(into, np.uint32)
+        words[:] = np.frombuffer(raw, np.uint16)
+        np.left_shift(words, np.uint32(16), out=words)
         return
     if source == "BF16":
         single = (np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -117,7 +117,7 @@ class ConvertSpec(Spec):
         description="leave optimizer state behind; without it torch_dist keeps what another one can hold, and the rest"
         " is refused",
     )
-    workers: int = Field(2, ge=1, le=64, description="threads that copy")
+    workers: int = Field(2, ge=1, le=64, description="cores to copy with")
     part: str | None = Field(
         None,
         pattern=r"^[1-9]\d*/[1-9]\d*$",

@@ -47,7 +47,7 @@ def verify(spec: ConvertSpec, source: Source, target: Target, staging: Staging) 
     sizes = {name: staging.entry(name) for name in names}
     with console.progress("verifying", sum(entry.bytes for entry in sizes.values()), "B") as bar:
         for name, entry in sizes.items():
-            if files.hash_file(staging.path / name) != (entry.bytes, entry.blake3):
+            if files.hash_stored(staging.path / name) != (entry.bytes, entry.blake3):
                 raise RunError(
                     f"{name} is not what was written: the disk or the memory is damaged", hint="convert to another disk"
                 )
