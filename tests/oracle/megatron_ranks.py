@@ -62,6 +62,21 @@ def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, pro
     return found
 
 
+def packed(batch: Batch) -> Batch:
+    """The same samples, two to a row."""
+    lengths, rows = batch.lengths_B.tolist(), []
+    for first in range(0, len(lengths), 2):
+        pair = range(first, min(first + 2, len(lengths)))
+        rows.append([torch.cat([part[i, : lengths[i]] for i in pair]) for part in (batch.tokens_BT, batch.mask_BT)])
+    width = max(len(tokens) for tokens, _ in rows)
+    tokens_BT, mask_BT = (
+        torch.stack([torch.nn.functional.pad(row[axis], (0, width - len(row[axis]))) for row in rows])
+        for axis in (0, 1)
+    )
+    segments = tuple(tuple(lengths[first : first + 2]) for first in range(0, len(lengths), 2))
+    return Batch(tokens_BT, mask_BT, torch.tensor([sum(parts) for parts in segments]), {}, segments)
+
+
 def spec_of(case: dict[str, Any]) -> RunSpec:
     """The settings of a case."""
     fields = {"precision": "fp32", "weight_decay": 0.1, "lr": max(RATES), **case["settings"]}
@@ -82,6 +97,9 @@ def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"before": engine.score(probe) * probe.mask_BT, "steps": []}
     rates = RATES[: case["steps"]]
     given = [with_reference(engine, objective, batches(seed, 8, micro, case["vocab"])) for seed in range(len(rates))]
+    if case.get("packed"):
+        given = [[packed(batch) for batch in whole] for whole in given]
+        found["packed"] = engine.score(given[0][0])
     for whole, rate in zip(given, rates, strict=True):
         found["steps"].append(engine.step(whole[engine.dp_rank :: engine.dp_size], objective, rate))
     found["after"] = engine.score(probe) * probe.mask_BT

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
+from mst_core.engine.batches import positions
 from mst_core.engine.plain import PlainEngine, token_logp
 from mst_core.engine.seam import Batch, Objective, Term
 from mst_train.objective import SFT
@@ -101,6 +102,12 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cp2-tp2": ("llama", 4, {**TP, "cp": 2}),
     "cp2-pp2": ("llama", 4, {"cp": 2, "pp": 2}),
     "cp2-dp2-dist": ("llama", 4, {"cp": 2, **DIST}),
+    "pack-pp2": ("llama", 2, {"pp": 2, "micro_batch": 4}),
+    "pack-ep2": ("mixed", 2, {"ep": 2, "micro_batch": 4}),
+    "pack-window-dp2": ("mistral", 2, {"micro_batch": 2}),
+    "pack-tp2": ("qwen2-moe", 2, {**TP, "micro_batch": 4}),
+    "pack-mla": ("deepseek", 2, {"ep": 2, "moe_token_dispatcher_type": "allgather"}),
+    "pack-pp2-vp2": ("llama", 2, {"pp": 2, "vp": 2, "micro_batch": 4, "recompute": "selective"}),
     "first1": ("llama", 2, {"pp": 2, "decoder_first_pipeline_num_layers": 1}),
     "last1": ("mixed", 2, {"pp": 2, "decoder_last_pipeline_num_layers": 1}),
     "recompute-full": ("llama", 2, {"pp": 2, "recompute": "full", "recompute_num_layers": 2}),
@@ -163,6 +170,7 @@ def cases() -> dict[str, dict[str, Any]]:
             "base": base, "world": world, "objective": objective, "steps": 0 if name in UNTOUCHED else 5,
             "rows": 2 if objective == "dpo" else 1, "settings": {"micro_batch": 2, **settings},
             "from_hf": "hf" in name.split("-"), "save": name in SAVED or name in UNTOUCHED,
+            "packed": name.startswith("pack-"),
             "does": name.split("-")[0] if name in OTHERS else None,
         }  # fmt: skip
     return found
@@ -240,7 +248,13 @@ def plain(hf: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Call
     def play(name: str, **changes: Any) -> dict[str, Any]:
         case = CASES[name]
         settings = {key: value for key, value in case["settings"].items() if key in KEPT}
-        one = {**case, "settings": settings, "vocab": VOCAB, **changes}
+        one = {
+            **case,
+            "settings": settings,
+            "vocab": VOCAB,
+            "packed": False,
+            **changes,
+        }  # packed: as if each were alone
         key = json.dumps([one[part] for part in ("base", "settings", "objective", "steps", "does")])
         if case["base"] not in stacked:
             stacked[case["base"]] = in_memory_names(hf[case["base"]], where / case["base"])
@@ -295,6 +309,14 @@ def test_recomputed_attention_runs_twice(ran: dict[str, Any], name: str) -> None
 @pytest.mark.parametrize("name", named(name for name in CASES if "cp" in CASES[name]["settings"]))
 def test_rows_are_cut_as_megatron_cuts_them(ran: dict[str, Any], name: str) -> None:
     assert all(rank[name]["same_cut"] for rank in ran[CASES[name]["world"]])
+
+
+@pytest.mark.parametrize("name", [name for name in EQUAL if name.startswith("pack-")])
+def test_the_first_token_of_a_packed_sample_has_no_probability(ran: dict[str, Any], name: str) -> None:
+    batch = ranks.packed(ranks.batches(0, 8, CASES[name]["settings"]["micro_batch"], VOCAB)[0])
+    found = found_of(ran, name)["packed"]
+    assert found[positions(batch) == 0].abs().max() == 0.0
+    assert (found[batch.mask_BT != 0] < 0).all()
 
 
 def saved_as_hf(name: str) -> Path:

@@ -6,6 +6,7 @@ Shapes: S tokens of this rank, B batch, N heads of this rank, G key-value groups
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +41,19 @@ class Attention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] if windowed else None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object) -> Tensor:
-        """(S, B, N, D), (S, B, G, D), (S, B, G, E) -> (S, B, N * E). Causal, so ``attention_mask`` is not needed."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        packed_seq_params: Any = None, **_: object,
+    ) -> Tensor:  # fmt: skip
+        """(S, B, N, D), (S, B, G, D), (S, B, G, E) -> (S, B, N * E). Causal, so ``attention_mask`` is not needed.
+
+        Packed, without the axis B: each segment for itself.
+        """
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q.tolist()
+            sizes = [end - start for start, end in pairwise(ends)]
+            parts = zip(*(part.unsqueeze(1).split(sizes) for part in (query, key, value)), strict=True)
+            return torch.cat([self.forward(q, k, v, None) for q, k, v in parts]).squeeze(1)
         length, batch, heads, _size = query.shape
         mask = None
         if self.config.context_parallel_size > 1:

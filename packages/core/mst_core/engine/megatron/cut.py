@@ -63,8 +63,11 @@ class Cut:
     def pad(self, value_BT: Tensor, shape: tuple[int, int] | None) -> Tensor:
         """(B, S), zeros added; to ``shape`` where all micro-batches share one."""
         rows, length = value_BT.shape
-        wanted = shape or (rows, length + -length % self.multiple)
-        return F.pad(value_BT, (0, wanted[1] - length, 0, wanted[0] - rows))
+        return F.pad(value_BT, (0, self.width(length, shape) - length, 0, (shape or (rows,))[0] - rows))
+
+    def width(self, length: int, shape: tuple[int, int] | None) -> int:
+        """S of a batch of T tokens."""
+        return shape[1] if shape else length + -length % self.multiple
 
     def mine(self, value_BS: Tensor) -> Tensor:
         """(B, C): the tokens of this context parallel rank."""

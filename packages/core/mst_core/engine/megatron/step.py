@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mst_core.engine.batches import positions
 from mst_core.engine.megatron import groups
 from mst_core.engine.megatron.cut import Cut
 from mst_core.engine.seam import Batch, Objective
+from mst_core.errors import SettingsError
 
 LastStage = Callable[[Tensor, Batch], tuple[Tensor, Any]]
 
@@ -48,36 +51,59 @@ def mask_padding(model: Any, vocab: int) -> None:
     model.output_layer.register_forward_hook(hide)
 
 
-def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None) -> Tensor:
+def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None, flat: bool) -> Tensor:
     """This stage's forward pass. On the last stage -logp of the next token, (B, C); else the hidden states.
 
     It is 0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made, where the
-    cut allows. ``shape``: see Cut.shape.
+    cut allows. ``shape``: see Cut.shape. ``flat``: all rows are laid one after another, (1, B * S), and the segments in
+    them told to attention and positions (Megatron's thd).
     """
     tokens_BS = cut.pad(batch.tokens_BT, shape)
+    packing = _segments(batch, tokens_BS) if flat else None
+
+    def mine(value_BS: Tensor) -> Tensor:
+        return value_BS.reshape(1, -1) if flat else cut.mine(value_BS)
+
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
     process = None
     if cut.learnt:
-        learnt_BS = cut.pad(batch.mask_BT, shape).roll(-1, dims=1) != 0
-        process = partial(_learnt, learnt_BS=cut.mine(learnt_BS))
+        process = partial(_learnt, learnt_BS=mine(cut.pad(batch.mask_BT, shape).roll(-1, dims=1) != 0))
     return model(
-        input_ids=cut.mine(tokens_BS),
-        position_ids=cut.mine(positions_BS),
+        input_ids=mine(tokens_BS),
+        position_ids=mine(positions_BS),
         attention_mask=None,
-        labels=cut.mine(labels_BS),
+        labels=mine(labels_BS),
         output_processor=process,
-        padding_mask=_padding(model, batch, cut, shape) if cut.balance else None,
+        packed_seq_params=packing,
+        padding_mask=_padding(model, mine(~_within(batch, cut, shape)), cut) if cut.balance else None,
     )
 
 
-def _padding(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None) -> Tensor:
-    """(B, C) bool: padding. For sequence parallelism Megatron cuts it on the first stage; here it is on the others."""
+def _segments(batch: Batch, tokens_BS: Tensor) -> Any:
+    """The samples of all rows one after another, what pads a row being one too."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    packed = batch.packed or tuple((int(length),) for length in batch.lengths_B)
+    packed += ((),) * (len(tokens_BS) - len(packed))  # rows that only pad
+    width = tokens_BS.shape[1]
+    lengths = [length for parts in packed for length in (*parts, width - sum(parts)) if length]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_BS.device)
+    most = max(lengths)
+    return PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=most, max_seqlen_kv=most)
+
+
+def _within(batch: Batch, cut: Cut, shape: tuple[int, int] | None) -> Tensor:
+    """(B, S) bool: real tokens."""
+    within_BT = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device) < batch.lengths_B[:, None]
+    return cut.pad(within_BT, shape)
+
+
+def _padding(model: Any, padding_BC: Tensor, cut: Cut) -> Tensor:
+    """Padding as routers want it: for sequence parallelism Megatron cuts it, but on the first stage only."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model
 
-    within_BT = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device) < batch.lengths_B[:, None]
-    padding_BC = ~cut.mine(cut.pad(within_BT, shape))
     if cut.learnt or get_attr_wrapped_model(model, "pre_process"):
         return padding_BC
     rank, size = (
@@ -108,12 +134,15 @@ def _learnt(
     return loss_N.new_zeros(length * batch).index_copy(0, chosen_N, loss_N).view(length, batch).t()
 
 
-def logp_of(output_BC: Tensor, batch: Batch, cut: Cut) -> Tensor:
+def logp_of(output_BC: Tensor, batch: Batch, cut: Cut, shape: tuple[int, int] | None, flat: bool) -> Tensor:
     """logp_BT of the last stage's output, on every context parallel rank."""
     rows, length = batch.tokens_BT.shape
+    if flat:
+        output_BC = output_BC.view(-1, cut.width(length, shape))
     output_BS = cut.whole(output_BC.float())
     first_B1 = torch.zeros_like(output_BS[:rows, :1])
-    return torch.cat([first_B1, -output_BS[:rows, : length - 1]], dim=1)
+    logp_BT = torch.cat([first_B1, -output_BS[:rows, : length - 1]], dim=1)
+    return logp_BT if batch.packed is None else logp_BT.masked_fill(positions(batch).to(logp_BT.device) == 0, 0.0)
 
 
 def run(
@@ -128,6 +157,9 @@ def run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     shape = cut.shape(batches)
+    flat = any(batch.packed is not None for batch in batches)
+    if flat and cut.cp > 1:
+        raise SettingsError("--packing under --cp is not there yet", hint="--cp 1")
     # An interleaved pipeline takes its micro-batches in groups: the last is repeated, and counts for nothing.
     filler = replace(batches[-1], lengths_B=torch.zeros_like(batches[-1].lengths_B))
     given = list(enumerate([*batches, *[filler] * (-len(batches) % cut.group)]))
@@ -139,14 +171,16 @@ def run(
 
         def loss(output_BC: Tensor) -> Any:
             if number < len(batches):
-                value, kept[number] = last_stage(logp_of(output_BC, batch, cut), batch)
+                value, kept[number] = last_stage(logp_of(output_BC, batch, cut, shape, flat), batch)
             else:
                 value = output_BC.sum() * 0
             return value, torch.tensor(0, dtype=torch.int), None
 
-        return forward_logp(chunk, batch, cut, shape), loss
+        return forward_logp(chunk, batch, cut, shape, flat), loss
 
     rows, length = shape or batches[0].tokens_BT.shape
+    if flat:
+        rows, length = 1, rows * length
     iterators = [iter(given) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=step,
@@ -220,4 +254,5 @@ def on_device(batch: Batch) -> Batch:
     """The batch where this rank computes."""
     device = groups.device()
     extra = {name: value.to(device) for name, value in batch.extra.items()}
-    return Batch(batch.tokens_BT.to(device), batch.mask_BT.to(device), batch.lengths_B.to(device), extra)
+    tokens_BT, mask_BT, lengths_B = (part.to(device) for part in (batch.tokens_BT, batch.mask_BT, batch.lengths_B))
+    return replace(batch, tokens_BT=tokens_BT, mask_BT=mask_BT, lengths_B=lengths_B, extra=extra)
