@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mst_core import checkpoint, families, hub, manifest, resume, tensors, torch_dist
+from mst_core import checkpoint, deepspeed_json, families, hub, manifest, resume, tensors, torch_dist
 from mst_core.data import render, rows
 from mst_core.errors import InputError, SettingsError
 from mst_core.parallel.layout import check_layout
@@ -135,15 +135,17 @@ def layout_of(model_dir: Path) -> str:
 
 def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     """The engine in effect. Raises InputError where the directory is not the one it eats."""
-    fitting = {"hf": "plain", "megatron": "megatron"}[layout]
-    engine = fitting if spec.engine == "auto" else spec.engine
-    if engine != fitting:
-        to = {"plain": "hf", "megatron": "megatron"}[engine]
-        hint = f"mst-convert --model {model_dir} --to {to} --out {model_dir}-{to}, or --engine {fitting}"
+    fitting = {"hf": ("plain", "fsdp", "deepspeed"), "megatron": ("megatron",)}[layout]
+    engine = fitting[0] if spec.engine == "auto" else spec.engine
+    if engine not in fitting:
+        to = "megatron" if engine == "megatron" else "hf"
+        hint = f"mst-convert --model {model_dir} --to {to} --out {model_dir}-{to}, or --engine {fitting[0]}"
         raise InputError(f"is a {layout} directory, which the {engine} engine does not eat", where=model_dir, hint=hint)
     if engine == "plain" and (spec.ranks > 1 or spec.distributed_optimizer):
-        hint = f"mst-convert --model {model_dir} --to megatron --out {model_dir}-megatron"
-        raise InputError("is a Hugging Face directory; several ranks need a Megatron one", where=model_dir, hint=hint)
+        hint = f"--engine fsdp, or mst-convert --model {model_dir} --to megatron --out {model_dir}-megatron"
+        raise InputError("is a Hugging Face directory, and the plain engine is one process", where=model_dir, hint=hint)
+    if engine == "deepspeed":
+        deepspeed_json.configuration(spec)
     return engine
 
 

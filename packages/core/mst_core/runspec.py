@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -27,8 +27,8 @@ class RunSpec(Spec):
         "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"
     )
 
-    engine: Literal["auto", "plain", "megatron"] = Field(
-        "auto", description="auto follows the layout of --model (hf: plain, megatron: megatron)"
+    engine: Literal["auto", "plain", "megatron", "fsdp", "deepspeed"] = Field(
+        "auto", description="auto follows the layout of --model (hf: plain, megatron: megatron); fsdp and deepspeed: hf"
     )
     tp: int = Field(
         1,
@@ -50,6 +50,21 @@ class RunSpec(Spec):
         False,
         description="shard optimizer state over data parallel ranks",
         validation_alias=AliasChoices("distributed_optimizer", "use_distributed_optimizer"),
+    )
+
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None, description="deepspeed: shard optimizer (1), gradients too (2), weights too (3) (default: 2)"
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="deepspeed: keep optimizer state, or weights too (--zero 3), in CPU memory"
+    )
+    deepspeed: Path | dict[str, Any] | None = Field(
+        None, description="deepspeed: a configuration of its own (JSON; in YAML also nested), checked against the flags"
+    )
+    recompute: Literal["full", "selective"] | None = Field(
+        None,
+        description="recompute activations in the backward pass: whole layers, or only some modules",
+        validation_alias=AliasChoices("recompute", "recompute_granularity"),
     )
 
     micro_batch: int = Field(
@@ -125,6 +140,7 @@ class RunSpec(Spec):
             raise ValueError("--sp needs --tp of 2 or more: it shards activations over the tensor parallel ranks")
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+        self._check_engine()
         ranks = self.nproc or self.tp * self.pp
         if ranks % (self.tp * self.pp):
             raise ValueError(f"--nproc {ranks} is not a multiple of tp x pp = {self.tp * self.pp}")
@@ -136,6 +152,16 @@ class RunSpec(Spec):
             whole = self.micro_batch * self.dp
             raise ValueError(f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {whole}")
         return self
+
+    def _check_engine(self) -> None:
+        sharding = self.engine in ("fsdp", "deepspeed")
+        if sharding and (self.tp > 1 or self.pp > 1 or self.distributed_optimizer):
+            what = "is data parallel only: --tp, --pp and --distributed-optimizer need megatron"
+            raise ValueError(f"--engine {self.engine} {what}")
+        if self.engine != "deepspeed" and (self.zero is not None or self.offload != "none" or self.deepspeed):
+            raise ValueError("--zero, --offload and --deepspeed need --engine deepspeed")
+        if self.recompute == "selective" and self.engine in ("plain", "fsdp", "deepspeed"):
+            raise ValueError(f"--engine {self.engine} recomputes whole layers: --recompute full")
 
     @property
     def ranks(self) -> int:

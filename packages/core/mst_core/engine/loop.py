@@ -153,9 +153,11 @@ def _references(
         return None
     found = [torch.zeros(objective.rows) for _ in units]
     wanted = sorted(range(len(units)) if only is None else only)
+    # Engines that shard weights gather them in every pass: ranks that meet fewer rows score one again.
+    passes = engine.agree(-(-len(wanted) // spec.micro_batch))
     with _progress(engine, len(wanted), title, "row") as bar:
-        for start in range(0, len(wanted), spec.micro_batch):
-            indices = wanted[start : start + spec.micro_batch]
+        for start in range(0, passes * spec.micro_batch, spec.micro_batch):
+            indices = wanted[start : start + spec.micro_batch] or [0]
             batch = _collate([units[i] for i in indices], None)
             logp_B = (engine.score(batch, reference=True) * batch.mask_BT).sum(1)
             for index, logp in zip(indices, logp_B.split(objective.rows), strict=True):
