@@ -15,11 +15,10 @@ from mst_core.errors import SettingsError, many
 from mst_core.runspec import RunSpec
 
 OWN = ("zero_optimization", "aio", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
-       "comms_logger", "flops_profiler", "activation_checkpointing", "zero_allow_untested_optimizer",
-       "zero_force_ds_cpu_optimizer")  # fmt: skip
+       "comms_logger", "flops_profiler")  # fmt: skip
 """What a user's JSON may hold as it likes."""
 SET = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-       "bf16", "bfloat16", "fp16", "amp", "optimizer", "scheduler")  # fmt: skip
+       "bf16", "bfloat16", "fp16", "amp", "optimizer", "scheduler", "activation_checkpointing")  # fmt: skip
 """What the flags say as well."""
 ADAMW = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
 DEFAULT_STAGE = 2
@@ -53,7 +52,9 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     return {
         **{name: value for name, value in given.items() if name in OWN and value != "auto"},
         **_batches(spec),
-        "gradient_clipping": spec.clip_grad,
+        # Without sharding DeepSpeed steps whether or not the norm is finite, so mst clips (engine/deepspeed.py).
+        "gradient_clipping": spec.clip_grad if stage else 0.0,
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": spec.precision == "bf16"},
         "zero_optimization": {name: value for name, value in zero.items() if value != "auto"},
     }
@@ -103,6 +104,8 @@ def _contradictions(spec: RunSpec, given: dict[str, Any]) -> Iterator[str]:
     for name, value in {**_batches(spec), "gradient_clipping": spec.clip_grad}.items():
         if given.get(name, "auto") not in ("auto", value):
             yield f"{name} is {given[name]}, the flags make it {value}"
+    if given.get("activation_checkpointing"):
+        yield "activation_checkpointing: --recompute full is mst's; remove it"
     stage = given.get("zero_optimization", {}).get("stage", "auto")
     if stage not in ("auto", 0, 1, 2, 3):
         yield f"zero_optimization.stage is {stage!r}: it takes 0, 1, 2 or 3"

@@ -1,6 +1,7 @@
 """What the engines on transformers models share: plain, fsdp and deepspeed differ only in how ranks hold the weights.
 
-Parameters and optimizer are fp32; ``--precision bf16`` is autocast of the forward pass over them. AdamW is decoupled
+Parameters and optimizer are fp32; ``--precision bf16`` is autocast of the forward pass over them (DeepSpeed has bf16
+weights and fp32 copies instead). AdamW is decoupled
 (Loshchilov and Hutter, arXiv 1711.05101); matrices are decayed, norms and biases (one axis) are not, which is also
 Megatron's rule. Gradients are clipped by their global norm as Megatron does it: times clip / (norm + 1e-6) if below 1.
 
@@ -180,12 +181,15 @@ class HFEngine:
         )
 
     def _logp(self, batch: Batch) -> Tensor:
+        return token_logp(self._logits(batch.tokens_BT), batch.tokens_BT)
+
+    def _logits(self, tokens_BT: Tensor) -> Tensor:
         # Attention is causal and padding stands on the right: no real token sees it, so no mask is needed.
         half = self.spec.precision == "bf16"
         # The cache of casted weights is of no use to one forward pass, and would keep gathered weights alive.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
-            logits_BTV = self.model(input_ids=batch.tokens_BT, use_cache=False).logits
-        return token_logp(logits_BTV, batch.tokens_BT)
+            logits_BTV: Tensor = self.model(input_ids=tokens_BT, use_cache=False).logits
+        return logits_BTV
 
     def _sum(self, values: dict[str, float]) -> dict[str, float]:
         """Each value summed over the data parallel ranks."""
