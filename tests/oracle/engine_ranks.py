@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 
 from mst_core.engine import launch, ranks
-from mst_core.engine.hf import HFEngine
 from mst_core.errors import MstError
 from tests.oracle.megatron_ranks import play, refuse, save, spec_of
 
 
-def state(engine: HFEngine) -> dict[str, torch.Tensor]:
+def state(engine: Any) -> dict[str, torch.Tensor]:
     """Every trained parameter, whole."""
     return {name: engine._whole(p).detach().clone() for name, p in engine.trained}
 
 
-def resumed(case: dict[str, Any], engine: HFEngine, folder: Path) -> dict[str, Any]:
+def resumed(case: dict[str, Any], engine: Any, folder: Path) -> dict[str, Any]:
     """What a second engine that goes on from the first one's state has and does."""
     if not engine.rank:
         folder.mkdir()
@@ -39,16 +38,30 @@ def resumed(case: dict[str, Any], engine: HFEngine, folder: Path) -> dict[str, A
     before, after = state(engine), state(other)
     same = all(torch.equal(before[name], after[name]) for name in before)
     more = {**case, "steps": 1}
-    return {"same": same, "steps": [play(one, more)["steps"] for one in (engine, other)], "state": before}
+    found = {"same": same, "steps": [play(one, more)["steps"] for one in (engine, other)], "state": before}
+    return found | ({"other": other_ranks(other, folder)} if case["engine"] == "deepspeed" else {})
+
+
+def other_ranks(engine: Any, folder: Path) -> str:
+    """What the engine says of a state that three ranks wrote."""
+    if not engine.rank:
+        layout = json.loads((folder / "layout.json").read_text())
+        (folder / "layout.json").write_text(json.dumps({**layout, "ranks": 3}))
+    engine.agree(0)
+    try:
+        engine.load_state(folder)
+    except MstError as error:
+        return str(error)
+    return "no error"
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     engine: Any = launch.make_engine(case["engine"], spec_of(case), Path(case["model"]))
     found = refuse(engine, case) if case.get("refuse") else play(engine, case)
-    if case.get("resume"):
-        found["resumed"] = resumed(case, engine, Path(case["resume"]))
     if case.get("save"):
         save(engine, Path(case["save"]))
+    if case.get("resume"):
+        found["resumed"] = resumed(case, engine, Path(case["resume"]))
     return found
 
 

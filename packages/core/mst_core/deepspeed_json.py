@@ -37,7 +37,7 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
         )
     stage = _stage(spec, given)
     if spec.precision == "bf16" and stage == 0:
-        what = "bf16 under ZeRO 0 steps bf16 weights without fp32 copies of them, and was seen to diverge"
+        what = "DeepSpeed's bf16 without sharding (ZeRO 0) accumulates gradients in bf16, and was seen to diverge"
         raise SettingsError(what, hint="--zero 1 (or 2, 3), or --precision fp32")
     if spec.offload == "all" and stage != 3:
         raise SettingsError(
@@ -58,6 +58,13 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
         "bf16": {"enabled": spec.precision == "bf16"},
         "zero_optimization": {name: value for name, value in zero.items() if value != "auto"},
     }
+
+
+def told(spec: RunSpec) -> dict[str, Any]:
+    """What of it the manifest keeps: no paths, nothing that changes no number."""
+    zero = configuration(spec)["zero_optimization"]
+    places = {name: zero[name]["device"] for name in ("offload_optimizer", "offload_param") if name in zero}
+    return {"zero": zero["stage"], **places}
 
 
 def _given(spec: RunSpec) -> tuple[dict[str, Any], str]:

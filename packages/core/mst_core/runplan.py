@@ -90,7 +90,7 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         parameters=model.parameters,
         engine=engine,
         ranks=spec.ranks,
-        layout_of_ranks=f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}{', sp' if spec.sp else ''}",
+        layout_of_ranks=_layout(spec, engine),
         trains=f"{what}, {spec.precision or 'bf16, on a CPU fp32'}",
         lines=lines,
         steps=f"{spec.total_steps(lines)}"
@@ -99,6 +99,13 @@ def plan_run(spec: RunSpec, title: str) -> RunPlan:
         batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",
         out=str(spec.out),
     )
+
+
+def _layout(spec: RunSpec, engine: str) -> str:
+    found = [f"tp {spec.tp}", f"pp {spec.pp}", f"dp {spec.dp}"] + ["sp"] * spec.sp
+    if engine == "deepspeed":
+        found += [f"{name} {value}" for name, value in deepspeed_json.told(spec).items()]
+    return ", ".join(found)
 
 
 def _check_out(spec: RunSpec) -> None:
@@ -144,8 +151,9 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     if engine == "plain" and (spec.ranks > 1 or spec.distributed_optimizer):
         hint = f"--engine fsdp, or mst-convert --model {model_dir} --to megatron --out {model_dir}-megatron"
         raise InputError("is a Hugging Face directory, and the plain engine is one process", where=model_dir, hint=hint)
-    if engine == "deepspeed":
-        deepspeed_json.configuration(spec)
+    if spec.recompute and (engine == "megatron" or spec.recompute != "full"):
+        does = "recomputes nothing yet" if engine == "megatron" else "recomputes whole layers: --recompute full"
+        raise SettingsError(f"--recompute {spec.recompute}: the {engine} engine {does}")
     return engine
 
 

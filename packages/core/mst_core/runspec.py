@@ -52,8 +52,11 @@ class RunSpec(Spec):
         validation_alias=AliasChoices("distributed_optimizer", "use_distributed_optimizer"),
     )
 
-    zero: Literal[0, 1, 2, 3] | None = Field(
-        None, description="deepspeed: shard optimizer (1), gradients too (2), weights too (3) (default: 2)"
+    zero: int | None = Field(
+        None,
+        ge=0,
+        le=3,
+        description="deepspeed: shard optimizer (1), gradients too (2), weights too (3) (default: 2)",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none", description="deepspeed: keep optimizer state, or weights too (--zero 3), in CPU memory"
@@ -160,8 +163,6 @@ class RunSpec(Spec):
             raise ValueError(f"--engine {self.engine} {what}")
         if self.engine != "deepspeed" and (self.zero is not None or self.offload != "none" or self.deepspeed):
             raise ValueError("--zero, --offload and --deepspeed need --engine deepspeed")
-        if self.recompute == "selective" and self.engine in ("plain", "fsdp", "deepspeed"):
-            raise ValueError(f"--engine {self.engine} recomputes whole layers: --recompute full")
 
     @property
     def ranks(self) -> int:

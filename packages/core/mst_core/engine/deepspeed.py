@@ -7,12 +7,14 @@ a step whose norm is not finite; then the run ends, the weights being those of b
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,11 @@ class DeepspeedEngine(HFEngine):
     """One rank of the run. See seam.Engine for the methods."""
 
     def __init__(self, spec: RunSpec, model_dir: Path) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        import deepspeed
+        with _quiet():
+            import deepspeed
 
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+            # On a CPU it would compile, at every first start, an operator that only its inference uses.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = deepspeed_json.configuration(spec)
         super().__init__(spec, model_dir)
         self.device = ranks.join()
@@ -45,16 +48,15 @@ class DeepspeedEngine(HFEngine):
         self.dp_size = dist.get_world_size()
         self.stage: int = config["zero_optimization"]["stage"]
         offloads = "offload_optimizer" in config["zero_optimization"]
-        # On a CPU it would compile, at every first start, an operator that only its inference uses.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if offloads:
             build("CPUAdamBuilder")
-        deepspeed.init_distributed(dist_init_required=False)
         adamw = self._adamw(deepspeed.ops.adam.DeepSpeedCPUAdam if offloads else torch.optim.AdamW)
         constants = {name: value.clone() for name, value in self.model.named_buffers()}
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.model, optimizer=adamw, config=config, dist_init_required=False
-        )
+        with _quiet():
+            deepspeed.init_distributed(dist_init_required=False)
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=self.model, optimizer=adamw, config=config, dist_init_required=False
+            )
         # bf16 casts them too, and rotary frequencies of 8 bits turn a position of some hundreds by radians.
         for name, value in constants.items():
             owner, _, last = name.rpartition(".")
@@ -140,6 +142,18 @@ class DeepspeedEngine(HFEngine):
         return norm
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What DeepSpeed says of itself and of operators that nobody asked for is no news."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
 def build(builder: str) -> None:
     """Compile one of DeepSpeed's C++ operators if it is not there yet, one process at a time, and load it.
 
@@ -173,7 +187,7 @@ def wait_for_lock(folder: Path, patience: float = 60.0) -> None:
         time.sleep(0.5)
 
 
-def _works_in(folder: Path) -> Sequence[str]:
+def _works_in(folder: Path) -> list[str]:
     """The processes that run in ``folder``, as a compiler does."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, console, files, manifest
+from mst_core import checkpoint, console, deepspeed_json, files, manifest
 from mst_core.checkpoint import Staging
 from mst_core.engine import launch, loop
 from mst_core.engine.loop import Unit
@@ -21,7 +21,8 @@ from mst_core.resume import RUN, STATE, Fit, newest, put_away
 from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
-    "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume"
+    "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
+    "zero", "offload", "deepspeed", "recompute",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = ("tp", "pp", "dp", "sp", "distributed_optimizer", "micro_batch")
@@ -126,6 +127,8 @@ def _settings(job: Job, steps: int) -> dict[str, Any]:
     """What was in effect, so that two ways of saying the same (a default, an epoch) give the same id."""
     spec = job.spec
     found = {**spec.effective(*NOT_IN_THE_ID, *LORA), "engine": job.engine, "dp": spec.dp, "steps": steps}
+    if job.engine == "deepspeed":
+        found |= deepspeed_json.told(spec)
     if spec.lora_rank is not None:
         found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
     return found
