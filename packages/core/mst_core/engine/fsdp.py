@@ -98,7 +98,7 @@ class FsdpEngine(HFEngine):
     def _local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def _norm(self, grads: Sequence[Tensor]) -> float:
+    def _norm(self, grads: list[Tensor]) -> float:
         return math.sqrt(self._sum({"squares": super()._norm(grads) ** 2})["squares"])
 
 

@@ -210,7 +210,7 @@ class HFEngine:
         """What this rank holds of a parameter, a gradient or a moment."""
         return tensor
 
-    def _norm(self, grads: Sequence[Tensor]) -> float:
+    def _norm(self, grads: list[Tensor]) -> float:
         """The norm of all ranks' gradients, of which ``grads`` are this rank's parts."""
         return float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
 
