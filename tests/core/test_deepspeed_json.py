@@ -72,6 +72,9 @@ def test_a_users_file_that_agrees(tmp_path: Path) -> None:
         ({"gradient_clipping": 0.3}, "gradient_clipping is 0.3, the flags make it 1.0"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, --zero is 1"),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage is 7: it takes 0, 1, 2 or 3"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients: mst does not know"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, "is on no device, --offload is optimizer"),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads: mst does not"),
         ({"zero_optimization": 3}, "zero_optimization: must hold names and values"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is true, the precision is fp32"),
         ({"fp16": {"enabled": True}}, "fp16 is enabled"),
@@ -85,7 +88,7 @@ def test_a_users_file_that_agrees(tmp_path: Path) -> None:
 )
 def test_what_contradicts_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        deepspeed_json.configuration(spec_of(deepspeed=given, zero=1))
+        deepspeed_json.configuration(spec_of(deepspeed=given, zero=1, offload="optimizer"))
     assert says in str(caught.value)
 
 

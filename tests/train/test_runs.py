@@ -32,9 +32,7 @@ ENGINES = {
     "megatron-bf16": ["--nproc", "2", "--distributed-optimizer", "--precision", "bf16"],
     "megatron-lora": ["--tp", "2", "--lora-rank", "2"],
     "fsdp": ["--engine", "fsdp", "--nproc", "2"],
-    "fsdp-lora": ["--engine", "fsdp", "--nproc", "2", "--lora-rank", "2"],
     "deepspeed": ["--engine", "deepspeed", "--nproc", "2", "--zero", "2", "--precision", "bf16"],
-    "deepspeed-lora": ["--engine", "deepspeed", "--nproc", "2", "--zero", "3", "--lora-rank", "2"],
 }
 
 

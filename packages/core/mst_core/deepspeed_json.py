@@ -21,6 +21,10 @@ SET = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulat
        "bf16", "bfloat16", "fp16", "amp", "optimizer", "scheduler", "activation_checkpointing")  # fmt: skip
 """What the flags say as well."""
 ADAMW = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
+OFFLOADS = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+REFUSED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+           "zeropp_loco_param", "zenflow", "cpu_offload", "cpu_offload_params")  # fmt: skip
+"""Of zero_optimization: they change numbers, or are old names."""
 DEFAULT_STAGE = 2
 
 
@@ -46,8 +50,7 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     if spec.offload != "none" and stage == 0:
         raise SettingsError("--offload needs sharded optimizer state", hint="--zero 1, 2 or 3")
     zero = {**given.get("zero_optimization", {}), "stage": stage}
-    places = {"optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param"), "none": ()}
-    for name in places[spec.offload]:
+    for name in OFFLOADS[spec.offload]:
         zero.setdefault(name, {"device": "cpu"})
     return {
         **{name: value for name, value in given.items() if name in OWN and value != "auto"},
@@ -61,10 +64,14 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
 
 
 def told(spec: RunSpec) -> dict[str, Any]:
-    """What of it the manifest keeps: no paths, nothing that changes no number."""
+    """What of it the manifest keeps: the stage, and the device of what is offloaded (``offload_optimizer``)."""
     zero = configuration(spec)["zero_optimization"]
-    places = {name: zero[name]["device"] for name in ("offload_optimizer", "offload_param") if name in zero}
-    return {"zero": zero["stage"], **places}
+    places = {name: _device(zero, name) for name in OFFLOADS["all"]}
+    return {"zero": zero["stage"], **{name: device for name, device in places.items() if device != "none"}}
+
+
+def _device(zero: dict[str, Any], name: str) -> str:
+    return str((zero.get(name) or {}).get("device") or "none")
 
 
 def _given(spec: RunSpec) -> tuple[dict[str, Any], str]:
@@ -113,7 +120,14 @@ def _contradictions(spec: RunSpec, given: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is {given[name]}, the flags make it {value}"
     if given.get("activation_checkpointing"):
         yield "activation_checkpointing: --recompute full is mst's; remove it"
-    stage = given.get("zero_optimization", {}).get("stage", "auto")
+    zero = given.get("zero_optimization", {})
+    for name in REFUSED:
+        if zero.get(name):
+            yield f"zero_optimization.{name}: mst does not know what it does to a run; remove it"
+    for name in OFFLOADS[spec.offload]:
+        if name in zero and _device(zero, name) == "none":
+            yield f"zero_optimization.{name} is on no device, --offload is {spec.offload}"
+    stage = zero.get("stage", "auto")
     if stage not in ("auto", 0, 1, 2, 3):
         yield f"zero_optimization.stage is {stage!r}: it takes 0, 1, 2 or 3"
     elif stage != "auto" and spec.zero not in (None, stage):
@@ -126,7 +140,10 @@ def _precisions(spec: RunSpec, given: dict[str, Any]) -> Iterator[str]:
     for name in ("fp16", "amp"):
         if given.get(name, {}).get("enabled", False) not in (False, "auto"):
             yield f"{name} is enabled: --precision is fp32 or bf16"
-    half = (given.get("bf16") or given.get("bfloat16") or {}).get("enabled", "auto")
+    bf16 = {**given.get("bfloat16", {}), **given.get("bf16", {})}
+    for name in bf16.keys() - {"enabled"}:
+        yield f"bf16.{name}: mst does not know what it does to a run; remove it"
+    half = bf16.get("enabled", "auto")
     if half != "auto" and spec.precision is not None and half != (spec.precision == "bf16"):
         yield f"bf16.enabled is {json.dumps(half)}, the precision is {spec.precision}"
 

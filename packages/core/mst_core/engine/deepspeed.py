@@ -47,7 +47,7 @@ class DeepspeedEngine(HFEngine):
         self.rank = self.dp_rank = dist.get_rank()
         self.dp_size = dist.get_world_size()
         self.stage: int = config["zero_optimization"]["stage"]
-        offloads = "offload_optimizer" in config["zero_optimization"]
+        offloads = "offload_optimizer" in deepspeed_json.told(spec)
         if offloads:
             build("CPUAdamBuilder")
         adamw = self._adamw(deepspeed.ops.adam.DeepSpeedCPUAdam if offloads else torch.optim.AdamW)
@@ -117,11 +117,9 @@ class DeepspeedEngine(HFEngine):
         return parameter if found is None else found
 
     def _update(self, loss: float, lr: float) -> float:
-        groups = self.optimizer.param_groups
-        for group in groups:
-            group["lr"] = (
-                lr if math.isfinite(loss) else 0.0
-            )  # DeepSpeed is to see such a step, and to clean up after it
+        for group in self.optimizer.param_groups:
+            # A loss that is not finite still goes through DeepSpeed, which cleans up after a step that it skips.
+            group["lr"] = lr if math.isfinite(loss) else 0.0
         norm = self._clip_whole() if self.stage == 0 else None
         if norm is not None and not (math.isfinite(norm) and math.isfinite(loss)):
             self.engine.zero_grad()

@@ -72,7 +72,8 @@ class FsdpEngine(HFEngine):
         def rows(parameter: Tensor, parts: Sequence[Tensor]) -> Tensor:
             """This rank's rows of a tensor that is cut along axis 0 into ``parts``."""
             size = math.ceil(parameter.shape[0] / self.dp_size)
-            return torch.cat(list(parts)).narrow_copy(0, min(self.rank * size, parameter.shape[0]), _rows(parameter))
+            held = self._local(parameter).shape[0]
+            return torch.cat(list(parts)).narrow_copy(0, min(self.rank * size, parameter.shape[0]), held)
 
         with torch.no_grad():
             for name, parameter in self.trained:
@@ -109,10 +110,6 @@ def _check_sharded(model: torch.nn.Module) -> None:
     if layers < 1 or whole:
         what = f"fully_shard wrapped {layers} decoder layers and left {len(whole)} parameters whole"
         raise RunError(what, hint="this architecture is not known to the fsdp engine; take --engine plain or deepspeed")
-
-
-def _rows(parameter: Tensor) -> int:
-    return int(parameter.to_local().shape[0]) if isinstance(parameter, DTensor) else int(parameter.shape[0])
 
 
 def _read(path: Path) -> dict[str, Any]:
