@@ -69,3 +69,14 @@ def test_micro_batches_of_pairs_change_nothing(tiny_hf: Callable[..., Path], dat
         align(tiny_hf("llama"), data, tmp_path / str(size), steps=3, micro_batch=size)["loss"] for size in (1, 2, 4)
     ]
     assert losses == pytest.approx([losses[0]] * 3, abs=2e-6)
+
+
+def test_two_ranks_that_meet_different_numbers_of_pairs(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    """Every pass of fsdp gathers weights, so the rank with fewer references must still take part."""
+    model, settings = tiny_hf("llama"), {"epochs": 1, "eval_data": (data,)}
+    plain = align(model, data, tmp_path / "plain", **settings)
+    sharded = align(model, data, tmp_path / "fsdp", engine="fsdp", nproc=2, **settings)
+    for name in ("first_loss", "loss", "eval/loss", "rewards/margin"):
+        assert sharded[name] == pytest.approx(plain[name], abs=1e-5), name

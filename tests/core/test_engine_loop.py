@@ -14,7 +14,8 @@ from mst_align.losses import dpo_objective
 from mst_core import checkpoint
 from mst_core.data.render import Sample
 from mst_core.engine import loop
-from mst_core.engine.plain import PlainEngine, token_logp
+from mst_core.engine.hf import token_logp
+from mst_core.engine.plain import PlainEngine
 from mst_core.engine.seam import Batch, Objective, Term
 from mst_core.errors import RunError
 from mst_core.runspec import RunSpec

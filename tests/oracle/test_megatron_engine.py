@@ -222,7 +222,7 @@ def test_the_adapter_is_what_peft_reads(ran: dict[str, Any], plain: Any, hf: dic
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from mst_core.engine.plain import token_logp
+    from mst_core.engine.hf import token_logp
 
     saved = load_file(Path(CASES[name]["save"]) / "adapter_model.safetensors")
     trained = {n.replace(".default.", "."): p.detach() for n, p in plain(name)[0].trained}
@@ -271,7 +271,7 @@ def test_the_bytes_of_a_save_do_not_depend_on_the_layout(ran: dict[str, Any]) ->
 def test_a_trained_model_comes_back(ran: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
-    from mst_core.engine.plain import token_logp
+    from mst_core.engine.hf import token_logp
 
     saved = Path(CASES["trained/tp2-pp2"]["save"])
     back = convert(model=str(saved), to="hf", out=saved.with_name(saved.name + "-hf"))

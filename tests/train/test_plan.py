@@ -57,6 +57,23 @@ def test_a_plan(model: Path, data: Path) -> None:
     assert dict(found.rows())["out"] == str(data.parent / "out")
 
 
+def test_several_ranks_of_a_hugging_face_directory(model: Path, data: Path) -> None:
+    found = plan(settings(model, data, engine="fsdp", nproc=4))
+    assert (found.engine, found.layout, found.ranks) == ("fsdp", "hf", 4)
+    found = plan(settings(model, data, engine="deepspeed", nproc=2, zero=3, offload="all"))
+    assert found.layout_of_ranks == "tp 1, pp 1, dp 2, zero 3, offload_optimizer cpu, offload_param cpu"
+    error = refused(model, data, nproc=2)
+    assert "the plain engine is one process" in str(error)
+    assert str(error.hint).startswith("--engine fsdp, or mst-convert")
+    assert "was seen to diverge" in str(refused(model, data, engine="deepspeed", zero=0, precision="bf16"))
+
+
+def test_what_an_engine_does_not_recompute(model: Path, data: Path) -> None:
+    assert plan(settings(model, data, recompute="full")).engine == "plain"
+    error = refused(model, data, engine="fsdp", recompute="selective")
+    assert "the fsdp engine recomputes whole layers: --recompute full" in str(error)
+
+
 def test_tensors_that_the_config_does_not_know(model: Path, data: Path) -> None:
     """They would be neither trained nor written again."""
     edit(model, num_hidden_layers=3)
@@ -139,6 +156,13 @@ def test_files_of_rows(model: Path, data: Path) -> None:
         ({"lora_alpha": 8.0}, "need --lora-rank"),
         ({"steps": 1, "epochs": 1}, "contradict"),
         ({"engine": "plain", "pp": 2}, "is one process"),
+        ({"engine": "fsdp", "tp": 2}, "--engine fsdp is data parallel only"),
+        ({"engine": "deepspeed", "pp": 2}, "--engine deepspeed is data parallel only"),
+        ({"engine": "fsdp", "distributed_optimizer": True}, "is data parallel only"),
+        ({"zero": 2}, "--zero, --offload and --deepspeed need --engine deepspeed"),
+        ({"engine": "fsdp", "offload": "all"}, "need --engine deepspeed"),
+        ({"engine": "megatron", "deepspeed": "ds.json"}, "need --engine deepspeed"),
+        ({"engine": "deepspeed", "zero": 4}, "--zero: input should be less than or equal to 3"),
         ({"sp": True}, "--sp needs --tp"),
         ({"global_batch": 6, "micro_batch": 4}, "is not a multiple"),
         ({"nproc": 3, "tp": 2}, "is not a multiple of tp x cp x pp"),
@@ -176,6 +200,9 @@ def test_megatron_directories_that_cannot_name_themselves(
     found = plan(settings(tmp_path / "m", data, tp=2, pp=2, nproc=8))
     assert (found.engine, found.layout, found.ranks) == ("megatron", "megatron", 8)
     assert found.layout_of_ranks == "tp 2, pp 2, dp 2"
+    error = refused(tmp_path / "m", data, engine="fsdp")
+    assert "is a megatron directory, which the fsdp engine does not eat" in str(error)
+    assert "--to hf" in str(error.hint)
     assert "--out is the model itself" in str(refused(tmp_path / "m", data, out=tmp_path / "m", overwrite=True))
     manifest = tmp_path / "m" / "mst.json"
     whole = manifest.read_text()

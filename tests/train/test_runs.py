@@ -31,6 +31,8 @@ ENGINES = {
     "megatron": ["--pp", "2"],
     "megatron-bf16": ["--nproc", "2", "--distributed-optimizer", "--precision", "bf16"],
     "megatron-lora": ["--tp", "2", "--lora-rank", "2"],
+    "fsdp": ["--engine", "fsdp", "--nproc", "2"],
+    "deepspeed": ["--engine", "deepspeed", "--nproc", "2", "--zero", "2", "--precision", "bf16"],
 }
 
 
@@ -47,7 +49,7 @@ def models(tiny_hf: Callable[..., Path], mst: Any, tmp_path_factory: pytest.Temp
     hf = tiny_hf("llama")
     megatron = tmp_path_factory.mktemp("models") / "megatron"
     mst("mst-convert", "--model", hf, "--to", "megatron", "--out", megatron)
-    return {"plain": hf, "megatron": megatron}
+    return {"plain": hf, "fsdp": hf, "deepspeed": hf, "megatron": megatron}
 
 
 def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:

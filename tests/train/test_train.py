@@ -136,3 +136,17 @@ def test_it_runs_under_torchrun(
     plain = train(tiny_hf("llama"), data, tmp_path / "plain", steps=2, lr=1e-5)
     assert json.loads(done.stdout)["loss"] == pytest.approx(plain["loss"], abs=1e-5)
     assert checkpoint.verify(tmp_path / "out") == []
+
+
+def test_a_users_deepspeed_configuration(mst: Any, tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    given = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100000}, "bf16": {"enabled": "auto"}}
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    model, words = tiny_hf("llama"), ["--data", data, "--precision", "fp32", "--global-batch", 4, "--steps", 2]
+    words += ["--engine", "deepspeed", "--nproc", 2, "--deepspeed", tmp_path / "ds.json", "--recompute", "full"]
+    done = mst("mst-train", "--model", model, *words, "--eval-data", data, "--out", tmp_path / "out", "--json")
+    settings = manifest.read(tmp_path / "out").made_by.settings
+    assert (settings["engine"], settings["zero"], settings["dp"]) == ("deepspeed", 1, 2)
+    assert not any(str(tmp_path) in str(value) for value in settings.values())
+    plain = train(model, data, tmp_path / "plain", lr=1e-5, steps=2, eval_data=(data,))
+    assert json.loads(done.stdout)["eval/loss"] == pytest.approx(plain["eval/loss"], abs=1e-5)
+    assert "WARNING" not in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mst_core import checkpoint, families, hub, manifest, megatron_names, resume, tensors, torch_dist
+from mst_core import checkpoint, deepspeed_json, families, hub, manifest, megatron_names, resume, tensors, torch_dist
 from mst_core.data import render, rows, sources
 from mst_core.data.sources import Source
 from mst_core.errors import InputError, SettingsError
@@ -103,7 +103,7 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
         parameters=model.parameters,
         engine=engine,
         ranks=spec.ranks,
-        layout_of_ranks=_layout_of_ranks(spec),
+        layout_of_ranks=_layout(spec, engine),
         trains=f"{what}, {spec.precision or 'bf16, on a CPU fp32'}",
         lines=lines,
         steps=known + ("" if spec.steps else f" ({spec.epochs or 1:g} epochs, a line being a row)"),
@@ -115,6 +115,15 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
     )
 
 
+def _layout(spec: RunSpec, engine: str) -> str:
+    sizes = {"vp": spec.vp, "cp": spec.cp, "ep": spec.ep, "etp": spec.etp or 1}
+    found = [f"tp {spec.tp}", f"pp {spec.pp}", f"dp {spec.dp}"]
+    found += [f"{name} {size}" for name, size in sizes.items() if size > 1] + ["sp"] * spec.sp
+    if engine == "deepspeed":
+        found += [f"{name} {value}" for name, value in deepspeed_json.told(spec).items()]
+    return ", ".join(found)
+
+
 def _check_out(spec: RunSpec) -> None:
     extends = spec.resume and (spec.out / resume.RUN).is_file()
     checkpoint.check_out(spec.out, spec.overwrite or extends)
@@ -122,12 +131,6 @@ def _check_out(spec: RunSpec) -> None:
     if step is not None and not spec.resume and not spec.overwrite:
         what = f"a run to it was stopped, and step {step} is saved"
         raise InputError(what, where=spec.out, hint="--resume goes on, --overwrite starts again")
-
-
-def _layout_of_ranks(spec: RunSpec) -> str:
-    sizes = {"vp": spec.vp, "cp": spec.cp, "ep": spec.ep, "etp": spec.etp or 1}
-    more = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([f"tp {spec.tp}, pp {spec.pp}, dp {spec.dp}", *more, *(["sp"] if spec.sp else [])])
 
 
 def layout_of(model_dir: Path) -> str:
@@ -155,15 +158,16 @@ def layout_of(model_dir: Path) -> str:
 
 def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     """The engine in effect. Raises InputError where the directory is not the one it eats."""
-    fitting = {"hf": "plain", "megatron": "megatron"}[layout]
-    engine = fitting if spec.engine == "auto" else spec.engine
-    if engine == "plain" and layout == "megatron":
+    engine = {"hf": "plain", "megatron": "megatron"}[layout] if spec.engine == "auto" else spec.engine
+    if engine != "megatron" and layout == "megatron":
         hint = f"mst-convert --model {model_dir} --to hf --out {model_dir}-hf, or --engine megatron"
         raise InputError(f"is a {layout} directory, which the {engine} engine does not eat", where=model_dir, hint=hint)
-    if engine == "plain" and spec.needs_megatron:
-        hint = "--engine megatron"
-        what = f"is a Hugging Face directory, which the plain engine trains; {spec.needs_megatron[0]} needs megatron"
-        raise InputError(what, where=model_dir, hint=hint)
+    if engine != "megatron" and spec.needs_megatron:
+        what = f"is a Hugging Face directory, which the {engine} engine trains; {spec.needs_megatron[0]} needs megatron"
+        raise InputError(what, where=model_dir, hint="--engine megatron")
+    if engine == "plain" and spec.ranks > 1:
+        what = "is a Hugging Face directory, and the plain engine is one process"
+        raise InputError(what, where=model_dir, hint="--engine fsdp, deepspeed or megatron")
     return engine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
@@ -34,8 +34,8 @@ class RunSpec(Spec):
         "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"
     )
 
-    engine: Literal["auto", "plain", "megatron"] = Field(
-        "auto", description="auto follows the layout of --model (hf: plain, megatron: megatron)"
+    engine: Literal["auto", "plain", "megatron", "fsdp", "deepspeed"] = Field(
+        "auto", description="auto follows the layout of --model (hf: plain, megatron: megatron); fsdp and deepspeed: hf"
     )
     tp: int = Field(
         1,
@@ -109,6 +109,18 @@ class RunSpec(Spec):
         ("core_attn",), description="selective: which"
     )
 
+    zero: int | None = Field(
+        None,
+        ge=0,
+        le=3,
+        description="deepspeed: shard optimizer (1), gradients too (2), weights too (3) (default: 2)",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="deepspeed: keep optimizer state, or weights too (--zero 3), in CPU memory"
+    )
+    deepspeed: Path | dict[str, Any] | None = Field(
+        None, description="deepspeed: a configuration of its own (JSON; in YAML also nested), checked against the flags"
+    )
     micro_batch: int = Field(
         1,
         ge=1,
@@ -195,8 +207,7 @@ class RunSpec(Spec):
             raise ValueError(f"--nproc {self.ranks} is not a multiple of tp x cp x pp = {self.model_ranks}")
         if self.ranks % self.expert_ranks:
             raise ValueError(f"--nproc {self.ranks} is not a multiple of etp x ep x pp = {self.expert_ranks}")
-        if self.engine == "plain" and self.needs_megatron:
-            raise ValueError(f"--engine plain is one process: {self.needs_megatron[0]} needs megatron")
+        self._check_engine()
         if self.global_batch % (self.micro_batch * self.dp):
             whole = self.micro_batch * self.dp
             raise ValueError(f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {whole}")
@@ -227,6 +238,14 @@ class RunSpec(Spec):
         """Ranks that hold one copy of the experts; as many without experts, of which --etp then says nothing."""
         return (self.expert_tp if self.etp or self.ep > 1 else 1) * self.ep * self.pp
 
+    def _check_engine(self) -> None:
+        if self.engine in ("plain", "fsdp", "deepspeed") and self.needs_megatron:
+            raise ValueError(f"--engine {self.engine} has no {self.needs_megatron[0]}: it needs megatron")
+        if self.engine == "plain" and self.ranks > 1:
+            raise ValueError("--engine plain is one process: --nproc needs fsdp, deepspeed or megatron")
+        if self.engine != "deepspeed" and (self.zero is not None or self.offload != "none" or self.deepspeed):
+            raise ValueError("--zero, --offload and --deepspeed need --engine deepspeed")
+
     @property
     def ranks(self) -> int:
         """Processes of the run when mst starts them itself."""
@@ -239,17 +258,18 @@ class RunSpec(Spec):
 
     @property
     def needs_megatron(self) -> list[str]:
-        """The flags in effect that the plain engine does not have."""
+        """The flags in effect that only the megatron engine has."""
         on = {
             "--tp": self.tp > 1,
             "--pp": self.pp > 1,
             "--cp": self.cp > 1,
             "--ep": self.ep > 1,
             "--etp": self.etp is not None,
-            "--nproc": self.ranks > 1,
             "--distributed-optimizer": self.distributed_optimizer,
             "--overlap-grad-reduce": self.overlap_grad_reduce,
-            "--recompute": self.recompute is not None,
+            "--recompute selective": self.recompute == "selective",
+            "--recompute-method block": self.recompute_method == "block",
+            "--recompute-num-layers": self.recompute_num_layers > 1,
             "--moe-aux-loss-coeff": self.moe_aux_loss_coeff > 0,
             "--precision fp16": self.precision == "fp16",
         }

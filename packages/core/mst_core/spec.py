@@ -212,7 +212,7 @@ def _did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 def _metavar(kind: str) -> str:
     """``tuple[Path,...]`` -> PATH, ``{fp32,bf16}`` and lists of it stay, ``int`` -> INT."""
-    if "{" in kind:
+    if "{" in kind and "dict[" not in kind:
         return kind[kind.index("{") : kind.rindex("}") + 1]
     for word in ("Path", "int", "float", "str"):
         if word in kind:

@@ -29,9 +29,16 @@ from mst_core.runspec import RunSpec
 
 ENGINES = {
     "plain": "mst_core.engine.plain:PlainEngine",
+    "fsdp": "mst_core.engine.fsdp:FsdpEngine",
+    "deepspeed": "mst_core.engine.deepspeed:DeepspeedEngine",
     "megatron": "mst_core.engine.megatron.engine:MegatronEngine",
 }
-EXTRAS = {"megatron": "pip install 'mst-tools-core[megatron]'", "plain": "pip install 'mst-tools-core[engine]'"}
+EXTRAS = {
+    "plain": "pip install 'mst-tools-core[engine]'",
+    "fsdp": "pip install 'mst-tools-core[engine]'",
+    "deepspeed": "pip install 'mst-tools-core[deepspeed]'",
+    "megatron": "pip install 'mst-tools-core[megatron]'",
+}
 _PR_SET_PDEATHSIG = 1
 
 

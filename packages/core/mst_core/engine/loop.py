@@ -155,13 +155,12 @@ def _references(
     if not objective.reference or not units:
         return None
     found = [torch.zeros(objective.rows) for _ in units]
-    wanted = list(range(len(units)))
-    if only is not None:
-        wanted = sorted(only[engine.dp_rank])
-        wanted += (wanted or [0])[:1] * (max(map(len, only)) - len(wanted))
+    wanted = sorted(range(len(units)) if only is None else only[engine.dp_rank])
+    # Weights or experts may be spread over the ranks, which then meet in every pass: who meets fewer rows scores again.
+    passes = engine.agree(-(-len(wanted) // spec.micro_batch))
     with _progress(engine, len(wanted), title, "row") as bar:
-        for start in range(0, len(wanted), spec.micro_batch):
-            indices = wanted[start : start + spec.micro_batch]
+        for start in range(0, passes * spec.micro_batch, spec.micro_batch):
+            indices = wanted[start : start + spec.micro_batch] or [0]
             batch = _collate([units[i] for i in indices], None)
             logp_B = (engine.score(batch, reference=True) * batch.mask_BT).sum(1)
             for index, logp in zip(indices, logp_B.split(objective.rows), strict=True):

@@ -1,133 +1,22 @@
-"""The plain engine: transformers in one process. The reference that every other engine must equal.
-
-Parameters and optimizer are fp32; ``--precision bf16`` is autocast of the forward pass over them. AdamW is decoupled
-(Loshchilov and Hutter, arXiv 1711.05101); matrices are decayed, norms and biases (one axis) are not, which is also
-Megatron's rule. Gradients are clipped by their global norm as Megatron does it: times clip / (norm + 1e-6) if below 1.
-
-Shapes: B sequences, T tokens, V vocabulary.
-"""
+"""The plain engine: transformers in one process. The reference that every other engine must equal."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
-from mst_core import devices, tensors
-from mst_core.checkpoint import TOKENIZER_FILES, Staging
-from mst_core.engine import lora
-from mst_core.engine.batches import positions
-from mst_core.engine.seam import Batch, Objective, weights
-from mst_core.errors import InputError, RunError
+from mst_core.engine.hf import HFEngine
 from mst_core.runspec import RunSpec
-from mst_core.tensors import TensorRef
 
 
-def token_logp(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
-    """logp_BT, fp32: the log-probability of each token given those before it; 0 for the first."""
-    logp_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=logits_BTV.device)
-    scores_BSV = logits_BTV[:, :-1].float()
-    picked_BS = scores_BSV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
-    logp_BT[:, 1:] = picked_BS - scores_BSV.logsumexp(-1)
-    return logp_BT
-
-
-def _check_names(stored: Mapping[str, TensorRef], model: torch.nn.Module) -> None:
-    """Refuse, before the first step, tensors that would be neither trained nor written again.
-
-    Computed constants that old checkpoints carry (rotary_emb.inv_freq) are left out.
-    """
-    known = model.state_dict().keys()
-    for name, ref in stored.items():
-        if name not in known and not name.endswith("rotary_emb.inv_freq"):
-            raise InputError(f"{name} is not a parameter of {type(model).__name__}", where=ref.file)
-
-
-class PlainEngine:
+class PlainEngine(HFEngine):
     """One process, one model. See seam.Engine for the methods."""
 
-    rank = 0
-    dp_rank = 0
-    dp_size = 1
-
     def __init__(self, spec: RunSpec, model_dir: Path) -> None:
-        if not (model_dir / "config.json").is_file():
-            hint = f"mst-convert --model {model_dir} --to hf --out {model_dir}-hf, or --engine megatron"
-            raise InputError("the plain engine eats a Hugging Face directory", where=model_dir, hint=hint)
-        torch.manual_seed(spec.seed)
-        self.spec, self.model_dir = spec, model_dir
-        self.stored = tensors.headers(model_dir)
-        self.device = torch.device(devices.best())
-        disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
-        )
-        model.config.use_cache = False
-        # transformers keeps the gradient from the embedding of the padding token. That token is often the end of a turn
-        # as well, padding is never learnt here, and no other engine has such an exception.
-        model.get_input_embeddings().padding_idx = None
-        if spec.lora_rank is not None:
-            self.targets = lora.targets(spec.lora_targets)
-            model = lora.wrap(model, spec.seed, spec.lora_rank, spec.alpha, self.targets)
-        else:
-            _check_names(self.stored, model)
-        self.model = model.to(self.device).eval()  # eval: dropout is off everywhere
-        self.trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for _, p in self.trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
-            {"params": [p for _, p in self.trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=spec.lr,
-            betas=(spec.adam_beta1, spec.adam_beta2),
-            eps=spec.adam_eps,
-        )
-        self.steps = 0
-        self.isolates = False
-
-    def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
-        """One optimizer step over ``micro_batches``."""
-        self.steps += 1
-        total = weights(objective, micro_batches)
-        sums = dict.fromkeys(total, 0.0)
-        coefficients: dict[str, float] = {}
-        self.optimizer.zero_grad(set_to_none=True)
-        for batch in micro_batches:
-            batch = self._on_device(batch)
-            terms = objective.loss(self._logp(batch), batch)
-            parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
-            if parts:
-                torch.stack(parts).sum().backward()
-            for name, term in terms.items():
-                sums[name] += float(term.sum.detach())
-                coefficients[name] = term.coefficient
-        means = {name: sums[name] / total[name] if total[name] else 0.0 for name in sums}
-        means["loss"] = sum(coefficients[name] * means[name] for name in coefficients)
-        means["grad_norm"] = self._clip(means["loss"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        return means
-
-    @torch.no_grad()
-    def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """logp_BT, fp32 on the CPU."""
-        batch = self._on_device(batch)
-        if reference and self.spec.lora_rank is not None:
-            with self.model.disable_adapter():
-                return self._logp(batch).cpu()
-        return self._logp(batch).cpu()
-
-    def agree(self, value: int) -> int:
-        """There is one rank."""
-        return value
+        super().__init__(spec, model_dir)
+        self.model.to(self.device)
+        self.optimizer = self._adamw()
 
     def save_state(self, directory: Path) -> None:
         """fp32 weights that are trained, AdamW's moments, the random state: state.pt."""
@@ -148,82 +37,3 @@ class PlainEngine:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["random"])
-
-    def save(self, staging: Staging | None) -> None:
-        """A Hugging Face directory, or a PEFT adapter."""
-        if staging is None:
-            return
-        if self.spec.lora_rank is not None:
-            held = {name.replace(".default.", "."): p for name, p in self.trained}
-            config = lora.adapter_config(self.spec.lora_rank, self.spec.alpha, self.targets)
-            lora.save_adapter(staging, held, config)
-            return
-        state = self.model.state_dict()
-        kept = [ref for ref in self.stored.values() if ref.name in state]
-        writer = tensors.write_hf(staging, [(ref.name, ref.dtype, ref.shape) for ref in kept])
-        for ref in kept:
-            # A bf16 model stays bf16: one rounding of the fp32 weights.
-            writer.put(ref.name, state[ref.name].detach().to("cpu", tensors.torch_dtype(ref.dtype)).contiguous())
-        writer.finish()
-        for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
-            if (self.model_dir / name).is_file():
-                staging.copy(self.model_dir / name, name)
-
-    def close(self) -> None:
-        """Nothing to leave."""
-
-    def _on_device(self, batch: Batch) -> Batch:
-        extra = {name: value.to(self.device) for name, value in batch.extra.items()}
-        return replace(
-            batch,
-            tokens_BT=batch.tokens_BT.to(self.device),
-            mask_BT=batch.mask_BT.to(self.device),
-            lengths_B=batch.lengths_B.to(self.device),
-            extra=extra,
-        )
-
-    def _logp(self, batch: Batch) -> Tensor:
-        # Attention is causal and padding stands on the right: no real token sees it, so no mask is needed.
-        if batch.packed is None:
-            return token_logp(self._logits(batch.tokens_BT, None), batch.tokens_BT)
-        self._check_isolation()
-        positions_BT = positions(batch).to(self.device)
-        logp_BT = token_logp(self._logits(batch.tokens_BT, positions_BT), batch.tokens_BT)
-        return logp_BT.masked_fill(positions_BT == 0, 0.0)
-
-    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-        half = self.spec.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            return self.model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False).logits
-
-    @torch.no_grad()
-    def _check_isolation(self) -> None:
-        """Refuse a model that does not keep packed samples apart, once.
-
-        transformers does it by the positions that begin again (masking_utils.find_packed_sequence_indices), for every
-        kind of attention that asks for its masks there; what carries a state along the row (Mamba, linear attention)
-        or makes its own masks does not.
-        """
-        if self.isolates:
-            return
-        self.isolates = True
-        tokens_BT = torch.tensor([[5, 6, 7, 8, 3, 4, 5, 6], [9, 3, 5, 4, 3, 4, 5, 6]], device=self.device)
-        positions_BT = torch.arange(4, device=self.device).repeat(2, 2)
-        one_SV, other_SV = self._logits(tokens_BT, positions_BT)[:, 4:].float()
-        if float((one_SV - other_SV).abs().max()) > 0.01 * float(one_SV.std()):
-            kind = type(self.model).__name__
-            raise InputError(
-                f"{kind} does not keep packed samples apart", where=self.model_dir, hint="without --packing"
-            )
-
-    def _clip(self, loss: float) -> float:
-        grads = [p.grad for _, p in self.trained if p.grad is not None]
-        norm = float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RunError(
-                f"step {self.steps}: loss {loss:g}, gradient norm {norm:g}",
-                hint="the weights are those of the step before; try a smaller --lr or --precision fp32",
-            )
-        if self.spec.clip_grad and (scale := self.spec.clip_grad / (norm + 1e-6)) < 1:
-            torch._foreach_mul_(grads, scale)
-        return norm

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, console, files, manifest
+from mst_core import checkpoint, console, deepspeed_json, files, manifest
 from mst_core.checkpoint import Staging
 from mst_core.data.order import Order
 from mst_core.data.sources import Source, paths
@@ -25,6 +25,7 @@ from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
+    "zero", "offload", "deepspeed", "recompute",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = (
@@ -149,6 +150,8 @@ def _settings(job: Job, steps: int) -> dict[str, Any]:
         "steps": steps,
         **job.settings,
     }
+    if job.engine == "deepspeed":
+        found |= deepspeed_json.told(spec)
     if spec.lora_rank is not None:
         found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
     return found

@@ -1,0 +1,266 @@
+"""What the engines on transformers models share: plain, fsdp and deepspeed differ only in how ranks hold the weights.
+
+Parameters and optimizer are fp32; ``--precision bf16`` is autocast of the forward pass over them (DeepSpeed has bf16
+weights and fp32 copies instead). AdamW is decoupled
+(Loshchilov and Hutter, arXiv 1711.05101); matrices are decayed, norms and biases (one axis) are not, which is also
+Megatron's rule. Gradients are clipped by their global norm as Megatron does it: times clip / (norm + 1e-6) if below 1.
+
+Shapes: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from mst_core import devices, tensors
+from mst_core.checkpoint import TOKENIZER_FILES, Staging
+from mst_core.engine import lora
+from mst_core.engine.batches import positions
+from mst_core.engine.seam import Batch, Objective, weights
+from mst_core.errors import InputError, RunError
+from mst_core.runspec import RunSpec
+from mst_core.tensors import TensorRef
+
+
+def token_logp(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """logp_BT, fp32: the log-probability of each token given those before it; 0 for the first."""
+    logp_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=logits_BTV.device)
+    scores_BSV = logits_BTV[:, :-1].float()
+    picked_BS = scores_BSV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
+    logp_BT[:, 1:] = picked_BS - scores_BSV.logsumexp(-1)
+    return logp_BT
+
+
+def _check_names(stored: Mapping[str, TensorRef], model: torch.nn.Module) -> None:
+    """Refuse, before the first step, tensors that would be neither trained nor written again.
+
+    Computed constants that old checkpoints carry (rotary_emb.inv_freq) are left out.
+    """
+    known = model.state_dict().keys()
+    for name, ref in stored.items():
+        if name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise InputError(f"{name} is not a parameter of {type(model).__name__}", where=ref.file)
+
+
+class HFEngine:
+    """One transformers model, whole on this rank until a subclass shards it. See seam.Engine for the methods.
+
+    A subclass says how ranks agree (``_sum``, ``agree``), where gradients come together (``_backward``, ``_norm``), and
+    what a whole parameter is (``_whole``).
+    """
+
+    rank = 0
+    dp_rank = 0
+    dp_size = 1
+    optimizer: Any
+
+    def __init__(self, spec: RunSpec, model_dir: Path) -> None:
+        if not (model_dir / "config.json").is_file():
+            hint = f"mst-convert --model {model_dir} --to hf --out {model_dir}-hf, or --engine megatron"
+            raise InputError(f"the {self._name()} engine eats a Hugging Face directory", where=model_dir, hint=hint)
+        torch.manual_seed(spec.seed)
+        self.spec, self.model_dir = spec, model_dir
+        self.stored = tensors.headers(model_dir)
+        self.device = torch.device(devices.best())
+        self.steps = 0
+        self.isolates = False
+        disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
+        )
+        model.config.use_cache = False
+        # transformers keeps the gradient from the embedding of the padding token. That token is often the end of a turn
+        # as well, padding is never learnt here, and no other engine has such an exception.
+        model.get_input_embeddings().padding_idx = None
+        blocks = set(model._no_split_modules or ())
+        if spec.lora_rank is not None:
+            self.targets = lora.targets(spec.lora_targets)
+            model = lora.wrap(model, spec.seed, spec.lora_rank, spec.alpha, self.targets)
+        else:
+            _check_names(self.stored, model)
+        self.model: Any = model.eval()  # dropout is off everywhere
+        self.layers = [module for module in model.modules() if type(module).__name__ in blocks]
+        if spec.recompute:
+            for layer in self.layers:
+                # transformers' own switch does nothing in eval mode.
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    @property
+    def trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters that learn, by name."""
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
+        """One optimizer step over ``micro_batches``, those of this data parallel rank."""
+        self.steps += 1
+        total = self._sum(weights(objective, micro_batches))
+        sums = dict.fromkeys(total, 0.0)
+        coefficients: dict[str, float] = {}
+        self._zero_grad()
+        for number, batch in enumerate(micro_batches, 1):
+            batch = self._on_device(batch)
+            terms = objective.loss(self._logp(batch), batch)
+            parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
+            if parts:
+                self._backward(torch.stack(parts).sum(), last=number == len(micro_batches))
+            for name, term in terms.items():
+                sums[name] += float(term.sum.detach())
+                coefficients[name] = term.coefficient
+        sums = self._sum(sums)
+        means = {name: sums[name] / total[name] if total[name] else 0.0 for name in sums}
+        means["loss"] = sum(coefficients[name] * means[name] for name in coefficients)
+        means["grad_norm"] = self._update(means["loss"], lr)
+        return means
+
+    @torch.no_grad()
+    def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """logp_BT, fp32 on the CPU."""
+        batch = self._on_device(batch)
+        if reference and self.spec.lora_rank is not None:
+            with self.model.disable_adapter():
+                return self._logp(batch).cpu()
+        return self._logp(batch).cpu()
+
+    def agree(self, value: int) -> int:
+        """There is one rank."""
+        return value
+
+    def save(self, staging: Staging | None) -> None:
+        """A Hugging Face directory, or a PEFT adapter. Every rank calls it; rank 0 writes, tensor by tensor."""
+        if self.spec.lora_rank is not None:
+            held = {name.replace(".default.", "."): self._whole(p) for name, p in self.trained}
+            if staging is not None:
+                config = lora.adapter_config(self.spec.lora_rank, self.spec.alpha, self.targets)
+                lora.save_adapter(staging, held, config)
+            return
+        state = self.model.state_dict(keep_vars=True)
+        kept = [ref for ref in self.stored.values() if ref.name in state]
+        writer = tensors.write_hf(staging, [(ref.name, ref.dtype, ref.shape) for ref in kept]) if staging else None
+        for ref in kept:
+            whole = self._whole(state[ref.name])
+            if writer is not None:
+                # A bf16 model stays bf16: one rounding of the fp32 weights.
+                writer.put(ref.name, whole.detach().to("cpu", tensors.torch_dtype(ref.dtype)).contiguous())
+        if staging is not None and writer is not None:
+            writer.finish()
+            for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+                if (self.model_dir / name).is_file():
+                    staging.copy(self.model_dir / name, name)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    @classmethod
+    def _name(cls) -> str:
+        return cls.__name__.removesuffix("Engine").lower()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: matrices are decayed."""
+        matrices = [p for _, p in self.trained if p.ndim >= 2]
+        others = [p for _, p in self.trained if p.ndim < 2]
+        groups = ((matrices, self.spec.weight_decay), (others, 0.0))
+        return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
+
+    def _adamw(self, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+        spec = self.spec
+        betas = (spec.adam_beta1, spec.adam_beta2)
+        return kind(self._groups(), lr=spec.lr, betas=betas, eps=spec.adam_eps, **options)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        extra = {name: value.to(self.device) for name, value in batch.extra.items()}
+        return replace(
+            batch,
+            tokens_BT=batch.tokens_BT.to(self.device),
+            mask_BT=batch.mask_BT.to(self.device),
+            lengths_B=batch.lengths_B.to(self.device),
+            extra=extra,
+        )
+
+    def _logp(self, batch: Batch) -> Tensor:
+        if batch.packed is None:
+            return token_logp(self._logits(batch.tokens_BT), batch.tokens_BT)
+        self._check_isolation()
+        positions_BT = positions(batch).to(self.device)
+        logp_BT = token_logp(self._logits(batch.tokens_BT, positions_BT), batch.tokens_BT)
+        return logp_BT.masked_fill(positions_BT == 0, 0.0)
+
+    @torch.no_grad()
+    def _check_isolation(self) -> None:
+        """Refuse a model that does not keep packed samples apart, once.
+
+        transformers does it by the positions that begin again (masking_utils.find_packed_sequence_indices), for every
+        kind of attention that asks for its masks there; what carries a state along the row (Mamba, linear attention)
+        or makes its own masks does not.
+        """
+        if self.isolates:
+            return
+        self.isolates = True
+        tokens_BT = torch.tensor([[5, 6, 7, 8, 3, 4, 5, 6], [9, 3, 5, 4, 3, 4, 5, 6]], device=self.device)
+        positions_BT = torch.arange(4, device=self.device).repeat(2, 2)
+        one_SV, other_SV = self._logits(tokens_BT, positions_BT)[:, 4:].float()
+        if float((one_SV - other_SV).abs().max()) > 0.01 * float(one_SV.std()):
+            kind = type(self.model).__name__
+            raise InputError(
+                f"{kind} does not keep packed samples apart", where=self.model_dir, hint="without --packing"
+            )
+
+    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        # Attention is causal and padding stands on the right: no real token sees it, so no mask is needed.
+        half = self.spec.precision == "bf16"
+        # The cache of casted weights is of no use to one forward pass, and would keep gathered weights alive.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            logits_BTV: Tensor = self.model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False).logits
+        return logits_BTV
+
+    def _sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Each value summed over the data parallel ranks."""
+        return values
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a micro-batch. ``last``: no other follows in this step."""
+        loss.backward()
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """A parameter as fp32 and whole; collective where ranks hold parts."""
+        return parameter
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """What this rank holds of a parameter, a gradient or a moment."""
+        return tensor
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        """The norm of all ranks' gradients, of which ``grads`` are this rank's parts."""
+        return float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+
+    def _check(self, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RunError(
+                f"step {self.steps}: loss {loss:g}, gradient norm {norm:g}",
+                hint="the weights are those of the step before; try a smaller --lr or --precision fp32",
+            )
+
+    def _update(self, loss: float, lr: float) -> float:
+        """Clip and step; the norm before clipping. Raises RunError, with the weights untouched, if not finite."""
+        grads = [self._local(p.grad) for _, p in self.trained if p.grad is not None]
+        norm = self._norm(grads)
+        self._check(loss, norm)
+        if self.spec.clip_grad and (scale := self.spec.clip_grad / (norm + 1e-6)) < 1:
+            torch._foreach_mul_(grads, scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return norm
