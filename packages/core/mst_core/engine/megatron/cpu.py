@@ -43,6 +43,8 @@ def _device() -> None:
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.set_device = lambda device: None
     torch.cuda.device_count = lambda: 1
+    # With PYTORCH_NVML_BASED_CUDA_CHECK, which deepspeed and accelerate set, it would ask for the count above.
+    torch.cuda.is_available = lambda: False
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
