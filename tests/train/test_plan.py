@@ -64,14 +64,14 @@ def test_several_ranks_of_a_hugging_face_directory(model: Path, data: Path) -> N
     assert found.layout_of_ranks == "tp 1, pp 1, dp 2, zero 3, offload_optimizer cpu, offload_param cpu"
     error = refused(model, data, nproc=2)
     assert "the plain engine is one process" in str(error)
-    assert str(error.hint).startswith("--engine fsdp, or mst-convert")
+    assert str(error.hint).startswith("--engine fsdp, deepspeed or megatron")
     assert "was seen to diverge" in str(refused(model, data, engine="deepspeed", zero=0, precision="bf16"))
 
 
 def test_what_an_engine_does_not_recompute(model: Path, data: Path) -> None:
     assert plan(settings(model, data, recompute="full")).engine == "plain"
-    error = refused(model, data, engine="fsdp", recompute="selective")
-    assert "the fsdp engine recomputes whole layers: --recompute full" in str(error)
+    with pytest.raises(ValueError, match="--engine fsdp has no --recompute selective: it needs megatron"):
+        settings(model, data, engine="fsdp", recompute="selective")
 
 
 def test_tensors_that_the_config_does_not_know(model: Path, data: Path) -> None:
@@ -155,10 +155,11 @@ def test_files_of_rows(model: Path, data: Path) -> None:
         ({"lora_rank": 4, "lora_targets": ("q_prj",)}, "did you mean q_proj?"),
         ({"lora_alpha": 8.0}, "need --lora-rank"),
         ({"steps": 1, "epochs": 1}, "contradict"),
-        ({"engine": "plain", "pp": 2}, "is one process"),
-        ({"engine": "fsdp", "tp": 2}, "--engine fsdp is data parallel only"),
-        ({"engine": "deepspeed", "pp": 2}, "--engine deepspeed is data parallel only"),
-        ({"engine": "fsdp", "distributed_optimizer": True}, "is data parallel only"),
+        ({"engine": "plain", "pp": 2}, "--engine plain has no --pp: it needs megatron"),
+        ({"engine": "plain", "nproc": 2}, "--engine plain is one process"),
+        ({"engine": "fsdp", "tp": 2}, "--engine fsdp has no --tp"),
+        ({"engine": "deepspeed", "pp": 2}, "--engine deepspeed has no --pp"),
+        ({"engine": "fsdp", "distributed_optimizer": True}, "has no --distributed-optimizer"),
         ({"zero": 2}, "--zero, --offload and --deepspeed need --engine deepspeed"),
         ({"engine": "fsdp", "offload": "all"}, "need --engine deepspeed"),
         ({"engine": "megatron", "deepspeed": "ds.json"}, "need --engine deepspeed"),
