@@ -21,7 +21,8 @@ import torch
 from mst_core import manifest
 from mst_core.errors import InputError
 from mst_core.families import family_for
-from tests.oracle.test_convert_layouts import CONFIGS, SIZES, _last, convert
+from tests.launch import last
+from tests.oracle.test_convert_layouts import CONFIGS, SIZES, convert
 
 ROOT = Path(__file__).parents[2]
 VOCAB, ROWS = SIZES["vocab_size"], 64
@@ -68,7 +69,7 @@ def ranks(what: str, plan: dict[str, Any], where: Path, script: str = "convert_o
         text=True,
         timeout=400,
     )
-    assert done.returncode == 0, _last(done.stderr)
+    assert done.returncode == 0, last(done.stderr)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,8 @@ from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
 from mst_core.engine.batches import positions
-from mst_core.engine.plain import PlainEngine, token_logp
+from mst_core.engine.hf import token_logp
+from mst_core.engine.plain import PlainEngine
 from mst_core.engine.seam import Batch, Objective, Term
 from mst_train.objective import SFT
 from tests.conftest import make_hf
