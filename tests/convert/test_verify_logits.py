@@ -229,7 +229,7 @@ def test_models_that_cannot_run_are_refused_by_the_plan(tmp_path: Path, name: st
     assert "--verify roundtrip" in str(raised.value.hint)
 
 
-@pytest.mark.parametrize(("settings", "word"), [({"vp": 2}, "--vp"), ({"tp": 2, "pp": 2, "ep": 4}, "16")])
+@pytest.mark.parametrize(("settings", "word"), [({"pp": 2, "vp": 2}, "--vp"), ({"tp": 2, "pp": 2, "ep": 4}, "16")])
 def test_layouts_that_cannot_run_are_refused_by_the_plan(
     tmp_path: Path, settings: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

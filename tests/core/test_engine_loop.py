@@ -87,12 +87,13 @@ def test_a_rank_computes_the_references_it_meets_and_no_others(model: Path, size
         shares = []
         for rank in range(ranks):
             engine.dp_rank, engine.dp_size = rank, ranks
-            shares.append(loop._mine([first, [1, 5]], engine, spec))
+            shares.append(loop._mine([first, [1, 5]], engine.dp_rank, engine.dp_size, spec))
             known = {float(found) for i in shares[-1] for found in whole[i]}
             for batch in loop.micro_batches([units[i] for i in first], engine, spec, [whole[i] for i in first]):
                 assert set(batch.extra["ref_logp_B"][batch.mask_BT.sum(1) > 0].tolist()) <= known
         assert sorted(index for share in shares for index in share) == [0, 1, 3, 4, 5, 6]
-    some = loop._references(engine, DPO, units, spec, "reference", {1, 4}) or []
+    engine.dp_rank, engine.dp_size = 0, 1
+    some = loop._references(engine, DPO, units, spec, "reference", [{1, 4}]) or []
     for index, found in enumerate(some):
         expected = whole[index] if index in (1, 4) else torch.zeros(2)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

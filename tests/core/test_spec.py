@@ -47,7 +47,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     assert "--precison: no such flag; did you mean --precision?" in text
     assert "stray: unexpected argument" in text
     assert "--lr: input should be greater than 0, not '-1'" in text
-    assert "--precision: input should be 'fp32', 'bf16' or 'fp16', not 'fp8'" in text
+    assert "--precision: input should be 'bf16', 'fp16' or 'fp32', not 'fp8'" in text
     assert "seq-length: input should be a valid integer" in text
 
 
@@ -57,7 +57,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         (["--steps", "5", "--epochs", "1"], "--steps and --epochs contradict"),
         (["--lora-alpha", "8"], "need --lora-rank"),
         (["--sp"], "--sp needs --tp"),
-        (["--engine", "plain", "--tp", "2"], "plain is one process"),
+        (["--engine", "plain", "--tp", "2"], "--engine plain has no --tp: it needs megatron"),
         (["--nproc", "3", "--tp", "2"], "--nproc 3 is not a multiple"),
         (["--nproc", "2", "--cp", "2", "--pp", "2"], "--nproc 2 is not a multiple of tp x cp x pp = 4"),
         (["--nproc", "6", "--ep", "2", "--etp", "2"], "--nproc 6 is not a multiple of etp x ep x pp = 4"),
@@ -66,8 +66,8 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         (["--overlap-param-gather"], "needs --distributed-optimizer and --overlap-grad-reduce"),
         (["--recompute", "selective", "--recompute-method", "block"], "--recompute-method needs --recompute full"),
         (["--recompute", "full", "--recompute-modules", "mlp"], "--recompute-modules needs --recompute selective"),
-        (["--engine", "plain", "--precision", "fp16"], "--precision fp16 needs megatron"),
-        (["--engine", "plain", "--recompute", "full"], "--recompute needs megatron"),
+        (["--engine", "plain", "--precision", "fp16"], "has no --precision fp16"),
+        (["--engine", "plain", "--recompute", "selective"], "has no --recompute selective"),
         (["--global-batch", "3", "--micro-batch", "2"], "--global-batch 3 is not a multiple"),
         (["--lr", "1e-5", "--min-lr", "1e-4"], "--min-lr 0.0001 is above"),
         (["--lr", "nan"], "--lr"),

@@ -153,7 +153,7 @@ class RunSpec(Spec):
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW")
     clip_grad: float = Field(1.0, ge=0, allow_inf_nan=False, description="global gradient norm; 0 turns it off")
-    precision: Literal["fp32", "bf16", "fp16"] | None = Field(
+    precision: Literal["bf16", "fp16", "fp32"] | None = Field(
         None, description="of the forward and backward pass (default: bf16 on an accelerator, fp32 on a CPU)"
     )
     initial_loss_scale: float = Field(65536.0, ge=1, allow_inf_nan=False, description="fp16: halved when it overflows")
