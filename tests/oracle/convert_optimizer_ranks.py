@@ -34,7 +34,7 @@ def trainer(run: dict[str, Any]) -> tuple[Any, Any, Any]:
     from megatron.core.transformer.module import Float16Module
 
     half, distributed = run["dtype"] == "bf16", run["sharding"] is not None
-    layout = {"tp": run["tp"], "pp": 1, "vp": 1, "ep": run["ep"], "etp": 1}
+    layout = {"tp": run["tp"], "pp": 1, "vp": 1, "ep": run["ep"], "etp": 1, "fields": {}}
     case = {"settings": run["settings"], "vocab_rows": run["rows"], "pattern": run["pattern"]}
     torch.manual_seed(3)
     if run["pattern"]:
