@@ -41,7 +41,8 @@ def run_case(directory: Path) -> dict[str, Any]:
     family = families.family_for(config)
     known = family.model(config)
     spec = RunSpec(model=str(directory), data=(directory,), out=directory / "out", precision="fp32", engine="megatron")
-    made = model.build(family.megatron(config), spec, known.dims.vocab).eval()
+    (made,) = model.build(family.megatron(config), spec, known.dims.vocab)
+    made.eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.fill_(float("nan"))
