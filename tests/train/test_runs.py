@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,6 +235,37 @@ def test_a_broken_checkpoint_is_named_and_passed_over(
     assert "goes on after step 2 of 6" in err
     whole = train(models["plain"], data, stopped.with_name("whole"))
     assert manifest.read(stopped).id == whole["id"]
+
+
+def test_broken_ones_that_are_newer_do_not_count_as_kept(stopped: Path, models: dict[str, Path], data: Path) -> None:
+    """They would push out the whole ones."""
+    folder = stopped.with_name("out.partial") / "checkpoints"
+    shutil.copytree(folder / "step-00000004", folder / "step-00000005")
+    for name in ("step-00000004", "step-00000005"):
+        (folder / name / "mst.json").unlink()
+    seen: list[list[int]] = []
+    save = saves.Saves.save
+
+    def watched(self: saves.Saves, step: int, done: Any) -> None:
+        save(self, step, done)
+        seen.append([number for number, _ in resume.steps_in(folder)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saves.Saves, "save", watched)
+        train(models["plain"], data, stopped, resume=True, save_every=1, keep=1)
+    assert [step[0] for step in seen] == [3, 4, 5]
+
+
+def test_checkpoints_that_a_kill_left_beside_the_output(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    out, away = tmp_path / "out", tmp_path / f"out{resume.AWAY}"
+    constant = {"schedule": "constant", "warmup": 0.0}
+    train(models["plain"], data, out, steps=2, keep_state=True, **constant)
+    (away / "step-00000001").mkdir(parents=True)
+    train(models["plain"], data, out, resume=True, steps=3, **constant)
+    assert not away.exists()
+    (away / "step-00000001").mkdir(parents=True)
+    train(models["plain"], data, out, overwrite=True, steps=3, save_every=1, **constant)
+    assert not away.exists()
 
 
 def test_it_keeps_the_newest(models: dict[str, Path], data: Path, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def put_away(staging: Staging) -> Iterator[None]:
     """Around a commit: the checkpoints stand beside the output until it has appeared, then they are removed."""
     folder, away = staging.path / FOLDER, staging.out.with_name(staging.out.name + AWAY)
     if folder.is_dir():
+        shutil.rmtree(away, ignore_errors=True)  # of a run that --overwrite started again
         folder.rename(away)
     yield
     shutil.rmtree(away, ignore_errors=True)
@@ -102,7 +103,8 @@ def _bring_back(out: Path) -> None:
     away = out.with_name(out.name + AWAY)
     if not away.is_dir():
         return
-    if partial(out).is_dir() and not (partial(out) / FOLDER).exists():
+    # Without metrics OUT.partial is new, and the checkpoints are what a finished run did not come to remove.
+    if (partial(out) / "metrics.jsonl").is_file() and not (partial(out) / FOLDER).exists():
         away.rename(partial(out) / FOLDER)
     else:
         shutil.rmtree(away)

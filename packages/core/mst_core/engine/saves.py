@@ -60,14 +60,16 @@ class Saves:
             self.engine.agree(0)  # rank 0 made the directory
             self.write(None, directory)
             return
-        with checkpoint.stage(directory, overwrite=True) as made:
+        shutil.rmtree(directory, ignore_errors=True)  # one of a run that went further, and was passed over as broken
+        with checkpoint.stage(directory) as made:
             (made.path / STATE).mkdir()
             self.engine.agree(0)
             self.write(made, directory)
             enter_state(made, step, done, self.settings)
             self.commit(made, step, done)
         self.staging.kept = True
-        whole = [path for _, path in steps_in(partial(self.out) / FOLDER)]
+        # Later ones are broken, or this run would have gone on from them: they do not count.
+        whole = [path for number, path in steps_in(partial(self.out) / FOLDER) if number <= step]
         for old in whole[: -self.keep]:
             shutil.rmtree(old)
 
