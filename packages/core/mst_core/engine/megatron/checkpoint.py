@@ -14,7 +14,7 @@ from typing import Any
 
 from mst_core import families, megatron_names, tensors, torch_dist
 from mst_core.checkpoint import Staging
-from mst_core.engine.megatron import shards
+from mst_core.engine.megatron import shards, view
 from mst_core.errors import InputError
 
 
@@ -39,14 +39,8 @@ class MegatronDir:
 
     def load(self, chunks: Sequence[Any]) -> None:
         """Every weight of this rank, with megatron-core's default strictness. InputError with what is missing."""
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
         directory = torch_dist.checkpoint_dir(self.model_dir)
-        try:
-            state = dist_checkpointing.load(shards.state_of(chunks, self.per_layer), str(directory))
-        except (CheckpointingException, KeyError, ValueError) as error:
-            raise InputError(f"megatron-core cannot load it: {error}", where=directory) from error
+        state = view.load(shards.state_of(chunks, self.per_layer), self.stored, directory)
         for number, chunk in enumerate(chunks):
             missing, unexpected = chunk.load_state_dict(state[f"model{number}"], strict=False)
             unloaded = [name for name in missing if "_extra_state" not in name]

@@ -2,8 +2,7 @@
 
 For comparison with another form of the same model (``mst-convert --verify logits``), so nothing here knows which
 Hugging Face rows a tensor is made of: megatron-core asks for its tensors by its own names, shapes and shards. Nothing
-in a foreign pickle runs either: megatron-core gets a table of contents that is written anew from the one that
-mst_core.torch_dist read, and a rank's file is read by mst_core.legacy.
+in a foreign pickle runs either: see view.py, and a rank's file is read by mst_core.legacy.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -19,12 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from mst_core import families, legacy, megatron_names, tensors, torch_dist, torch_dist_write
-from mst_core.engine.megatron import groups, step
+from mst_core import families, legacy, megatron_names, tensors, torch_dist
+from mst_core.engine.megatron import groups, step, view
 from mst_core.engine.seam import Batch
 from mst_core.errors import InputError
 from mst_core.families import Model
-from mst_core.torch_dist import StoredTensor
 
 Groups = dict[str, dict[str, Any]]
 GROUPED = re.compile(r"\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -68,7 +66,7 @@ def write(asked: tuple[Any, ...], tokens: list[list[int]], out: Path) -> None:
     if source.legacy:
         _load_rank(model, source.directory)
     else:
-        _load_torch_dist(model, source.directory, known, out.parent / "view")
+        _load_torch_dist(model, source.directory, known)
     if source.rounded:
         tensors.round_to(model, source.rounded)
     tokens_BT = torch.tensor(tokens)
@@ -161,26 +159,12 @@ def _put(model: Any, state: dict[str, Any], where: Path) -> None:
 # --- torch_dist --------------------------------------------------------------------------------------------------
 
 
-def _load_torch_dist(model: Any, directory: Path, known: Model, view: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from torch.distributed.checkpoint.api import CheckpointException
-
+def _load_torch_dist(model: Any, directory: Path, known: Model) -> None:
     stored = torch_dist.metadata(directory)
     naming = megatron_names.detect(known, families.tasks(known), stored)
-    _make_view(stored, _local_name(naming, known), view)
     apart = {"non_homogeneous_layers": True} if naming.form == "per-layer" else None
-    asked = {
-        name: entry
-        for name, entry in model.sharded_state_dict(metadata=apart).items()
-        if not isinstance(entry, ShardedObject)  # extra states of TransformerEngine; the local spec's are empty
-    }
-    try:
-        loaded = dist_checkpointing.load({"model": asked}, str(view))["model"]
-    except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
-        raise InputError(f"megatron-core cannot load it: {error}", where=directory) from error
-    _put(model, loaded, directory)
+    state = {"model": model.sharded_state_dict(metadata=apart)}
+    _put(model, view.load(state, stored, directory, _local_name(naming, known))["model"], directory)
 
 
 def _local_name(naming: megatron_names.Naming, known: Model) -> Callable[[str], str]:
@@ -202,23 +186,6 @@ def _local_name(naming: megatron_names.Naming, known: Model) -> Callable[[str], 
         return megatron_names.local_key(name, naming.mla)
 
     return local_name
-
-
-def _make_view(stored: dict[str, StoredTensor], rename: Callable[[str], str], view: Path) -> None:
-    """A torch_dist directory whose data files are links to ``stored``'s and whose table of contents is ours."""
-    view.mkdir()
-    chunks: list[torch_dist_write.Written] = []
-    places: list[torch_dist_write.Place] = []
-    for key, tensor in stored.items():
-        for chunk in tensor.chunks:
-            name = rename(key)
-            chunks.append(torch_dist_write.Written(name, tensor.dtype, tensor.shape, chunk.offsets, chunk.sizes))
-            places.append((name, chunk.offsets, chunk.file.name, chunk.file_offset, chunk.length))
-            if not (view / chunk.file.name).exists():
-                (view / chunk.file.name).symlink_to(chunk.file.absolute())
-    for name, content in torch_dist_write.index(chunks, [], places).items():
-        (view / name).write_bytes(content)
-    torch.save({}, view / "common.pt")  # megatron-core wants a common state, and reads this one first
 
 
 # --- legacy ------------------------------------------------------------------------------------------------------
