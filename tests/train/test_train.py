@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from mst_core import checkpoint, manifest
+from mst_convert.plan import plan as convert_plan
+from mst_convert.spec import ConvertSpec
+from mst_convert.work import work as convert_work
+from mst_core import checkpoint, manifest, torch_dist
 from mst_core.errors import InputError
+from mst_core.torch_pickle import Call
 from mst_train.plan import plan
 from mst_train.spec import TrainSpec
 from mst_train.work import work
@@ -113,6 +117,19 @@ def test_a_dry_run_tells_the_steps_and_writes_nothing(
     planned = json.loads(mst("mst-train", *words, "--epochs", 2, "--dry-run", "--json").stdout)
     assert (planned["lines"], planned["steps"].split()[0], planned["engine"]) == (10, "6", "plain")
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_in_a_checkpoints_pickle_runs(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its common state calls os.system when megatron-core unpickles it."""
+    ran, state = tmp_path / "ran", torch_dist.release_state
+    call = Call("posix.system", (f"touch {ran}",))
+    monkeypatch.setattr(torch_dist, "release_state", lambda *args: {**state(*args), "more": call})
+    spec = ConvertSpec(model=str(tiny_hf("llama")), to="megatron", out=tmp_path / "megatron")
+    convert_work(spec, convert_plan(spec))
+    train(tmp_path / "megatron", data, tmp_path / "out", steps=1)
+    assert not ran.exists()
 
 
 def test_it_runs_under_torchrun(
