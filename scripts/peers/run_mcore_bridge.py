@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import on_cpu
 import te_stub
@@ -49,7 +50,7 @@ def main(way: str, hf: str, *paths: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def save(model, out: Path) -> None:  # type: ignore[no-untyped-def]
+def save(model: Any, out: Path) -> None:
     """A torch_dist checkpoint of the model, as ms-swift's ``save_mcore_checkpoint`` makes it."""
     from megatron.core import dist_checkpointing, mpu
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -74,7 +75,7 @@ def save(model, out: Path) -> None:  # type: ignore[no-untyped-def]
     (out / "latest_checkpointed_iteration.txt").write_text("1")
 
 
-def load(model, source: Path) -> None:  # type: ignore[no-untyped-def]
+def load(model: Any, source: Path) -> None:
     """The model's weights from such a checkpoint, as ms-swift's ``load_mcore_checkpoint`` reads them."""
     from megatron.core import dist_checkpointing, mpu
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper

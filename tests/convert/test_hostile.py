@@ -22,10 +22,10 @@ import torch
 from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
-from mst_core import archive, checkpoint, hf_weights, legacy, tensors, torch_dist, torch_pickle
+from mst_core import archive, checkpoint, hf_weights, legacy, pickling, tensors, torch_dist, torch_pickle
 from mst_core.errors import InputError
 from mst_core.families import family_for
-from mst_core.torch_pickle import Call, Global, Instance, Pairs, Persistent
+from mst_core.pickling import Call, Global, Instance, Pairs, Persistent
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
@@ -55,7 +55,7 @@ def torch_file(tree: Any, storages: dict[str, bytes], pickled: bytes | None = No
     """A torch.save archive."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as zipped:
-        zipped.writestr("archive/data.pkl", torch_pickle.dumps(tree) if pickled is None else pickled)
+        zipped.writestr("archive/data.pkl", pickling.dumps(tree) if pickled is None else pickled)
         for key, data in storages.items():
             zipped.writestr(f"archive/data/{key}", data)
         zipped.writestr("archive/version", b"3\n")
@@ -63,7 +63,7 @@ def torch_file(tree: Any, storages: dict[str, bytes], pickled: bytes | None = No
 
 
 def bin_tree(wanted: list[tensors.Wanted]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    tree = {name: torch_pickle.tensor_value(dtype, shape, str(i)) for i, (name, dtype, shape) in enumerate(wanted)}
+    tree = {name: pickling.tensor_value(dtype, shape, str(i)) for i, (name, dtype, shape) in enumerate(wanted)}
     return tree, {str(i): content(item) for i, item in enumerate(wanted)}
 
 
@@ -793,7 +793,7 @@ def edit_metadata(directory: Path, change: Callable[[Any], object]) -> None:
     path = directory / "release/.metadata"
     root = rewritable(torch_pickle.loads(path.read_bytes(), str(path)))
     change(root.state)
-    path.write_bytes(torch_pickle.dumps(root))
+    path.write_bytes(pickling.dumps(root))
     torch_dist._contents.cache_clear()
 
 
@@ -943,7 +943,7 @@ def test_a_rank_that_is_far_away(model: Model) -> None:
 
 def test_the_archives_of_mst_are_read(tmp_path: Path) -> None:
     """Both writers of archives: mst's, with descriptors behind arrays, and zipfile's."""
-    entries = archive.tensor_entries(torch_pickle.dumps({"a": torch_pickle.tensor_value("BF16", (2,))}), [])
+    entries = archive.tensor_entries(pickling.dumps({"a": pickling.tensor_value("BF16", (2,))}), [])
     with (tmp_path / "x").open("wb") as file:
         archive.write(file, [*entries, ("data/0", b"abcd")])
     tree, storages = torch_pickle.open_archive(tmp_path / "x")

@@ -20,7 +20,7 @@ from mst_core import devices, torch_dist
 from mst_core.errors import InputError, MissingPackage, RunError, SettingsError
 from mst_core.families import ops
 from mst_core.families.ops import Region
-from mst_core.torch_pickle import Call
+from mst_core.pickling import Call
 
 DIMS: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -113,7 +113,8 @@ def test_records_that_are_no_rows(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_bytes(b"a\xff")
     (found,) = rows.read([text])
-    assert str(found.error) == f"{text}: is not UTF-8 (byte 2)"  # type: ignore[union-attr]
+    assert isinstance(found, BadLine)
+    assert str(found.error) == f"{text}: is not UTF-8 (byte 2)"
 
 
 def test_nulls_that_a_nested_column_fills_in_are_absent(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from mst_core import archive, checkpoint, families, megatron_names, tensors, torch_dist, torch_pickle
+from mst_core import archive, checkpoint, families, megatron_names, pickling, tensors, torch_dist, torch_pickle
 from mst_core.errors import InputError
 from mst_core.torch_dist import Chunk, TorchDistWriter, Written
 
@@ -40,7 +40,7 @@ def write(out: Path, dtype: torch.dtype = torch.float32) -> Path:
         for i in range(LAYERS):
             key = "decoder.layers.mlp.linear_fc2.weight"
             writer.put(Written(key, name, (LAYERS, 4, 5), (i, 0, 0), (1, 4, 5)), layer(i, dtype))
-        args = torch_pickle.Instance("argparse.Namespace", {"num_layers": LAYERS, "eps": 1e-5, "x": None, "big": 2**40})
+        args = pickling.Instance("argparse.Namespace", {"num_layers": LAYERS, "eps": 1e-5, "x": None, "big": 2**40})
         extra = [
             (f"decoder.layers.{module}._extra_state/shard_{i}_{LAYERS}", None)
             for module in ("mlp.linear_fc2", "self_attention.core_attention")
@@ -148,7 +148,7 @@ def test_big_archives_use_zip64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "LIMIT", 100)
     out = io.BytesIO()
     tensor = torch.arange(1000, dtype=torch.float32)
-    entries = archive.tensor_entries(torch_pickle.pickled_tensor("F32", (1000,)), [archive.whole("a", "F32", (1000,))])
+    entries = archive.tensor_entries(pickling.pickled_tensor("F32", (1000,)), [archive.whole("a", "F32", (1000,))])
     length = archive.write(out, entries, memoryview(tensor.numpy()).cast("B"))
     assert length == archive.length(entries)
     assert length == len(out.getvalue())

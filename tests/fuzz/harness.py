@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mst_core import hf_weights, legacy, tensors, torch_dist, torch_pickle
+from mst_core import hf_weights, legacy, pickling, tensors, torch_dist, torch_pickle
 from mst_core.errors import InputError
+from mst_core.pickling import Global, Instance, Pairs
 from mst_core.torch_dist_write import META
-from mst_core.torch_pickle import Global, Instance, Pairs
 
 TENSORS: list[tensors.Wanted] = [("a", "BF16", (2, 3)), ("b.weight", "F32", (4,)), ("c", "I8", ())]
 
@@ -21,7 +21,7 @@ def archive(tree: Any, count: int = len(TENSORS)) -> bytes:
     """A torch.save archive of a tree with one storage for each of the first of TENSORS."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as zipped:
-        zipped.writestr("archive/data.pkl", torch_pickle.dumps(tree))
+        zipped.writestr("archive/data.pkl", pickling.dumps(tree))
         zipped.writestr("archive/byteorder", b"little")
         for i, item in enumerate(TENSORS[:count]):
             zipped.writestr(f"archive/data/{i}", bytes(tensors.wanted_bytes(item)))
@@ -30,7 +30,7 @@ def archive(tree: Any, count: int = len(TENSORS)) -> bytes:
 
 def state() -> dict[str, Any]:
     return {
-        name: torch_pickle.tensor_value(dtype, shape, str(i))
+        name: pickling.tensor_value(dtype, shape, str(i))
         for i, (name, dtype, shape) in enumerate(TENSORS)
         if shape and dtype in torch_pickle.STORAGES
     }
@@ -67,9 +67,7 @@ def metadata() -> bytes:
         index = Instance(f"{META}.MetadataIndex", {"fqn": key, "offset": offset, "index": None})
         info = {"relative_path": "__0_0.distcp", "offset": 100 * number, "length": 100}
         places.append((index, Instance("torch.distributed.checkpoint.filesystem._StorageInfo", info)))
-    return torch_pickle.dumps(
-        Instance(f"{META}.Metadata", {"state_dict_metadata": entries, "storage_data": Pairs(places)})
-    )
+    return pickling.dumps(Instance(f"{META}.Metadata", {"state_dict_metadata": entries, "storage_data": Pairs(places)}))
 
 
 def read_metadata(data: bytes, directory: Path) -> object:
@@ -108,7 +106,7 @@ TARGETS: dict[str, Target] = {
     "metadata": (metadata(), read_metadata),
     "chunk": (archive(state()["a"], 1), chunk),
     "pickle": (
-        torch_pickle.dumps([state(), {"k": (1, 2.5, None, True)}]),
+        pickling.dumps([state(), {"k": (1, 2.5, None, True)}]),
         lambda data, _: torch_pickle.loads(data, "x"),
     ),
     "config": (b'{"hidden_size": 8, "rope": {"a": [1, 2.5]}}', written("config.json", tensors.config)),

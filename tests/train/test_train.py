@@ -16,7 +16,7 @@ from mst_convert.spec import ConvertSpec
 from mst_convert.work import work as convert_work
 from mst_core import checkpoint, manifest, torch_dist
 from mst_core.errors import InputError
-from mst_core.torch_pickle import Call
+from mst_core.pickling import Call
 from mst_train.plan import plan
 from mst_train.spec import TrainSpec
 from mst_train.work import work

@@ -9,12 +9,12 @@ from mst_convert.recipe import OutFile, Recipe
 from mst_convert.sources import EMBEDDING, Source
 from mst_convert.spec import ConvertSpec
 from mst_convert.targets import Feed, Target, dtype_of
-from mst_core import archive, legacy, megatron_names, torch_dist, torch_pickle
+from mst_core import archive, legacy, megatron_names, pickling, torch_dist
 from mst_core.blocks import Array, Block
 from mst_core.errors import InputError, MstError, many
 from mst_core.families import Task, padded_vocab, tasks
+from mst_core.pickling import Instance
 from mst_core.tensors import Wanted
-from mst_core.torch_pickle import Instance
 
 HEAD = "output_layer.weight"
 
@@ -215,11 +215,11 @@ def _entries(state: dict[str, Any], stages: list[Stage], spec: str) -> list[arch
     for number, stage in enumerate(stages):
         values: dict[str, Any] = {}
         for name, (arrays, shape) in stage.items():
-            values[name] = torch_pickle.tensor_value(arrays[0].dtype, shape, str(len(storages)))
+            values[name] = pickling.tensor_value(arrays[0].dtype, shape, str(len(storages)))
             storages.append(arrays)
         values |= dict.fromkeys(_extra_states(stage, spec))
         tree["model" if len(stages) == 1 else f"model{number}"] = values
-    return archive.tensor_entries(torch_pickle.dumps(tree), storages)
+    return archive.tensor_entries(pickling.dumps(tree), storages)
 
 
 def _extra_states(stage: dict[str, Any], spec: str) -> list[str]:

@@ -14,11 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mst_core import archive, torch_pickle
+from mst_core import archive, pickling
 from mst_core.blocks import Array
 from mst_core.errors import InputError
+from mst_core.pickling import Call, Instance
 from mst_core.tensors import dtype_name, raw
-from mst_core.torch_pickle import Call, Instance
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class Layout:
             if position and position + array.nbytes > max_file_bytes:
                 parts.append([])
                 position = 0
-            entries = archive.tensor_entries(torch_pickle.pickled_tensor(chunk.dtype, chunk.sizes), [array])
+            entries = archive.tensor_entries(pickling.pickled_tensor(chunk.dtype, chunk.sizes), [array])
             alike = chunk.dtype, chunk.sizes
             length = lengths[alike] = lengths.get(alike) or archive.length(entries)
             self._places.append((chunk.key, chunk.offsets, data_name(len(parts) - 1), position, length))
@@ -84,7 +84,7 @@ class Layout:
             position += length
         for key, value in objects:
             # megatron-core keeps every object in a list of one.
-            held = value if isinstance(value, bytes) else archive.object_entries(torch_pickle.dumps([value]))
+            held = value if isinstance(value, bytes) else archive.object_entries(pickling.dumps([value]))
             length = len(held) if isinstance(held, bytes) else archive.length(held)
             self._objects.append(key)
             self._places.append((key, None, data_name(len(parts) - 1), position, length))
@@ -148,13 +148,13 @@ def index(chunks: Iterable[Written], objects: Iterable[str], places: Iterable[Pl
     state = {
         "state_dict_metadata": entries,
         "planner_data": None,
-        "storage_data": torch_pickle.Pairs(storage),
+        "storage_data": pickling.Pairs(storage),
         "storage_meta": None,
         "version": "1.0.0",
     }
     backend = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
     return {
-        ".metadata": torch_pickle.dumps(Instance(f"{META}.Metadata", state)),
+        ".metadata": pickling.dumps(Instance(f"{META}.Metadata", state)),
         "metadata.json": backend.encode(),
     }
 
@@ -213,7 +213,7 @@ class TorchDistWriter:
             )
         self._seen.add((chunk.key, chunk.offsets))
         self._chunks.append(chunk)
-        pickled = torch_pickle.pickled_tensor(chunk.dtype, chunk.sizes)
+        pickled = pickling.pickled_tensor(chunk.dtype, chunk.sizes)
         entries = archive.tensor_entries(pickled, [archive.whole(chunk.key, chunk.dtype, chunk.sizes)])
         self._append(chunk.key, chunk.offsets, archive.write(self._file, entries, raw(tensor)))
 
@@ -221,7 +221,7 @@ class TorchDistWriter:
         """Write objects, ``.metadata`` and ``metadata.json``. InputError if a key lacks chunks."""
         for key, value in objects:
             self._objects.append(key)
-            self._append(key, None, archive.write(self._file, archive.object_entries(torch_pickle.dumps([value]))))
+            self._append(key, None, archive.write(self._file, archive.object_entries(pickling.dumps([value]))))
         self._context.__exit__(None, None, None)
         for name, data in index(self._chunks, self._objects, self._places).items():
             self._staging.write(f"{self.prefix}/{name}", data)
@@ -239,7 +239,7 @@ def _properties(dtype: str) -> tuple[Any, ...]:
     """The state of TensorProperties: dtype, layout, requires_grad, memory format, pin_memory."""
     layout = Call("torch.serialization._get_layout", ("torch.strided",))
     contiguous = Call(f"{META}._MEM_FORMAT_ENCODING", (0,))
-    return (torch_pickle.torch_dtype_global(dtype), layout, False, contiguous, False)
+    return (pickling.torch_dtype_global(dtype), layout, False, contiguous, False)
 
 
 def write_megatron_sidecar(staging: Staging, hf_files: Mapping[str, Path | bytes], tracker: str = "release") -> None:

@@ -1,10 +1,9 @@
-"""Pickles and ``torch.save`` archives without torch: read without running anything, written to the same bytes always.
+"""``torch.save`` archives read without torch, and without running anything.
 
-Reading: mst_core.unpickling makes stubs of what a pickle speaks of; here are the archives around the pickles. A
-``torch.save`` archive is a zip of uncompressed entries; a tensor's data is the entry ``archive/data/0`` (MEGATRON.md,
-"torch_dist on disk"). Its directory is read here and not by zipfile, because every entry must be plain, lie inside the
-file and share no byte with another. Writing: a small emitter, because the bytes of pickle and of torch.save change
-between versions and with object identity, and a checkpoint's id must not; mst_core.archive writes the archives.
+mst_core.unpickling makes stubs of what a pickle speaks of; here are the archives around the pickles. A ``torch.save``
+archive is a zip of uncompressed entries; a tensor's data is the entry ``archive/data/0`` (MEGATRON.md, "torch_dist on
+disk"). Its directory is read here and not by zipfile, because every entry must be plain, lie inside the file and share
+no byte with another. mst_core.pickling and mst_core.archive write what is read here.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import io
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -22,30 +19,17 @@ from typing import Any, NamedTuple
 
 from mst_core import archive
 from mst_core.errors import InputError
-from mst_core.tensors import DTYPE_BYTES, TORCH_NAMES
+from mst_core.pickling import STORAGES, dumps, emit
+from mst_core.tensors import DTYPE_BYTES
 from mst_core.unpickling import Named, Stub, loads, traced
 from mst_core.untrusted import MAX_SIZE, regular, sizes
 
 __all__ = ["Named", "Stub", "loads"]
 
-STORAGES = {
-    "F64": "DoubleStorage",
-    "F32": "FloatStorage",
-    "F16": "HalfStorage",
-    "BF16": "BFloat16Storage",
-    "I64": "LongStorage",
-    "I32": "IntStorage",
-    "I16": "ShortStorage",
-    "I8": "CharStorage",
-    "U8": "ByteStorage",
-    "BOOL": "BoolStorage",
-}
 MAX_PICKLE = 1 << 30
 """Bytes of the largest pickle that is read: the .metadata of a few million chunks."""
 MAX_DIRECTORY = 1 << 28
 """Bytes of the largest directory of an archive: two million storages."""
-
-# --- reading ---------------------------------------------------------------------------------------------------
 
 Read = Callable[[int, int], bytes]
 """``read(offset, count)`` gives bytes of an archive."""
@@ -244,7 +228,7 @@ def amended_archive(data: bytes, changes: Changes, where: str) -> bytes:
             raise InputError("is pickled in a way that cannot be amended", where=where)
         out += b"j" + struct.pack("<I", numbers[id(found)])
         if isinstance(found, Stub):
-            _emit(out, items)
+            emit(out, items)
             out += b"b0"
         else:
             out += dumps(items)[3:-1] + b"0"
@@ -252,168 +236,3 @@ def amended_archive(data: bytes, changes: Changes, where: str) -> bytes:
     content = {name.removeprefix(folder): held for name, held in entries.items()} | {"data.pkl": bytes(out + b".")}
     archive.write(made, list(content.items()))
     return made.getvalue()
-
-
-# --- writing ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Global:
-    """A class or function by name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """``function(*args)``."""
-
-    function: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Instance:
-    """An object made by ``__new__`` and then given ``state``."""
-
-    cls: str
-    state: Any = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Persistent:
-    """A persistent id (torch: a storage)."""
-
-    pid: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """A dictionary whose keys are objects."""
-
-    items: Sequence[tuple[Any, Any]]
-
-
-def dumps(value: Any) -> bytes:
-    """Protocol 2, no memo: the same value gives the same bytes in every version of Python and torch."""
-    out = bytearray(b"\x80\x02")
-    _emit(out, value)
-    return bytes(out + b".")
-
-
-def _emit(out: bytearray, value: Any) -> None:
-    emit = EMITTERS.get(type(value))
-    if emit is None:
-        emit = next((emit for kind, emit in EMITTERS.items() if isinstance(value, kind)), None)
-    if emit is None:
-        raise TypeError(f"no way to pickle a {type(value).__name__}")
-    emit(out, value)
-
-
-def _emit_none(out: bytearray, _: None) -> None:
-    out += b"N"
-
-
-def _emit_bool(out: bytearray, value: bool) -> None:
-    out += b"\x88" if value else b"\x89"
-
-
-def _emit_int(out: bytearray, value: int) -> None:
-    if -(2**31) <= value < 2**31:
-        out += b"J" + value.to_bytes(4, "little", signed=True)
-    else:
-        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        out += b"\x8a" + bytes([len(data)]) + data
-
-
-def _emit_float(out: bytearray, value: float) -> None:
-    out += b"G" + struct.pack(">d", value)
-
-
-@lru_cache(maxsize=1024)
-def _text(value: str) -> bytes:
-    text = value.encode()
-    return b"X" + struct.pack("<I", len(text)) + text
-
-
-def _emit_text(out: bytearray, value: str) -> None:
-    out += _text(value)
-
-
-def _emit_tuple(out: bytearray, value: tuple[Any, ...]) -> None:
-    out += b"("
-    for item in value:
-        _emit(out, item)
-    out += b"t"
-
-
-def _emit_list(out: bytearray, value: list[Any]) -> None:
-    out += b"]("
-    for item in value:
-        _emit(out, item)
-    out += b"e"
-
-
-def _emit_items(out: bytearray, value: Mapping[Any, Any] | Pairs) -> None:
-    out += b"}("
-    for key, item in value.items if isinstance(value, Pairs) else value.items():
-        _emit(out, key)
-        _emit(out, item)
-    out += b"u"
-
-
-@lru_cache(maxsize=1024)
-def _global(name: str) -> bytes:
-    module, attribute = name.rsplit(".", 1)
-    return b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
-
-
-def _emit_global(out: bytearray, value: Global) -> None:
-    out += _global(value.name)
-
-
-def _emit_call(out: bytearray, value: Call) -> None:
-    out += _global(value.function)
-    _emit(out, value.args)
-    out += b"R"
-
-
-def _emit_instance(out: bytearray, value: Instance) -> None:
-    out += _global(value.cls) + b")\x81"
-    _emit(out, value.state)
-    out += b"b"
-
-
-def _emit_persistent(out: bytearray, value: Persistent) -> None:
-    _emit(out, value.pid)
-    out += b"Q"
-
-
-EMITTERS: dict[type, Callable[[bytearray, Any], None]] = {
-    type(None): _emit_none, bool: _emit_bool, int: _emit_int, float: _emit_float, str: _emit_text, tuple: _emit_tuple,
-    list: _emit_list, Global: _emit_global, Call: _emit_call, Instance: _emit_instance, Persistent: _emit_persistent,
-    Pairs: _emit_items, Mapping: _emit_items,
-}  # fmt: skip
-"""How each type is written; bool before int, for one is the other."""
-
-
-def tensor_value(dtype: str, shape: Sequence[int], storage_key: str = "0") -> Call:
-    """A dense tensor that fills its storage, to be put into a value for ``dumps``."""
-    strides, count = [], 1
-    for size in reversed(shape):
-        strides.append(count)
-        count *= size
-    storage = Persistent(("storage", Global(f"torch.{STORAGES[dtype]}"), storage_key, "cpu", count))
-    args = (storage, 0, tuple(shape), tuple(reversed(strides)), False, Call("collections.OrderedDict", ()))
-    return Call("torch._utils._rebuild_tensor_v2", args)
-
-
-@lru_cache(maxsize=1024)
-def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The data.pkl of one dense tensor."""
-    return dumps(tensor_value(dtype, shape))
-
-
-def torch_dtype_global(dtype: str) -> Global:
-    """``torch.bfloat16`` for "BF16"."""
-    return Global(f"torch.{TORCH_NAMES[dtype]}")

@@ -26,8 +26,8 @@ from mst_convert.adapters.names import Site, gate_up_by_rank, halves_by_rank, ta
 from mst_core.checkpoint import Staging
 from mst_core.errors import InputError
 from mst_core.families import Model, Region, pack_rows
+from mst_core.pickling import Instance
 from mst_core.torch_dist import TorchDistWriter, Written
-from mst_core.torch_pickle import Instance
 
 ITERATION = 1
 PREFIX_DIR = f"iter_{ITERATION:07d}"

@@ -160,8 +160,7 @@ def _share(found: Iterable[bool]) -> float:
 
 def _repeated(parts: list[str]) -> tuple[float, float]:
     """Of lines or paragraphs that stood before: their share, and the share of their characters."""
-    seen: set[str] = set()
-    again = [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
+    again = [part for part, count in Counter(parts).items() for _ in range(count - 1)]
     return len(again) / max(1, len(parts)), sum(map(len, again)) / max(1, sum(map(len, parts)))
 
 

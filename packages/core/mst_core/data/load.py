@@ -142,7 +142,10 @@ def pairs(
 ) -> Loaded[tuple[Sample, Sample]]:
     """(chosen, rejected) of each preference row."""
     settings = {"stage": "pairs", "seq_length": renderer.seq_length, "truncate": renderer.truncate}
-    make = lambda row: list(renderer.pair(shapes.pair(row), row.where))  # noqa: E731
+
+    def make(row: Row) -> list[Sample]:
+        return list(renderer.pair(shapes.pair(row), row.where))
+
     flat = _samples(given, make, bad_rows, settings, cache)
     counts = [(source, count // 2) for source, count in flat.counts]
     return Loaded(**{**vars(flat), "samples": store.Pairs(flat.samples), "counts": counts})
@@ -204,8 +207,9 @@ def load[T](
 ) -> Loaded[T]:
     """``make`` of each row, into ``into`` where it is given. Raises one error that lists every bad row, or InputError
     if no row is left."""
-    loaded: Loaded[T] = Loaded()
-    samples: Sink[T] = loaded.samples if into is None else into  # type: ignore[assignment]
+    held: list[T] = []
+    loaded: Loaded[T] = Loaded(held)
+    samples: Sink[T] = held if into is None else into
     errors: list[RowError] = []
     seen: set[bytes] = set()
     sources = _sources(given)
