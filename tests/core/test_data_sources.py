@@ -141,7 +141,7 @@ def test_directories_and_globs_in_the_order_of_names(tmp_path: Path) -> None:
         path.write_text("[]")
     (source,) = sources.resolve([tmp_path])
     assert [path.relative_to(tmp_path).as_posix() for path in source.files] == ["a.json", "b/one.csv", "b/two.jsonl"]
-    assert source.left == (str(tmp_path / "notes.md"),)
+    assert source.left == (str(tmp_path / ".hidden/x.jsonl"), str(tmp_path / "notes.md"))
     (source,) = sources.resolve([f"{tmp_path}/**/*.[jc]s*"])
     assert [path.name for path in source.files] == ["a.json", "one.csv", "two.jsonl"]
     for name, says in (
@@ -311,3 +311,17 @@ for name in sys.argv[1:]:
     assert "HF_TOKEN" in said[7]
     assert said[8].startswith("is no data set's name")
     assert not list(tmp_path.rglob("load.py"))
+
+
+def test_what_is_not_read_is_told(tmp_path: Path) -> None:
+    """Hidden rows of a directory, and directories that a pattern matches."""
+    (tmp_path / "sub").mkdir()
+    for name in ("a.jsonl", ".hidden.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "b.metadata").write_text("")
+    (source,) = sources.resolve([str(tmp_path)])
+    assert [path.name for path in source.files] == ["a.jsonl", "b.jsonl"]
+    assert source.left == (str(tmp_path / ".hidden.jsonl"),)
+    (source,) = sources.resolve([f"{tmp_path}/*"])
+    assert (source.files, source.left) == ((tmp_path / "a.jsonl",), (str(tmp_path / "sub"),))

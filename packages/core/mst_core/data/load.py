@@ -61,7 +61,7 @@ class Loaded[T]:
         for source, _ in self.counts:
             if source.left:
                 listed = ", ".join(source.left[:5]) + (" ..." if len(source.left) > 5 else "")
-                console.warn(f"{source.name}: {len(source.left)} files of other kinds were not read: {listed}")
+                console.warn(f"{source.name}: {len(source.left)} files (or directories) of it were not read: {listed}")
         for note in self.notes:
             console.warn(note)
         if self.cleaned:

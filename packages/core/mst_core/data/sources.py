@@ -78,23 +78,25 @@ def _source(given: str) -> Source:
     return Source(name, tuple(files), first, weight, tuple(left))
 
 
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _files(name: str) -> tuple[list[Path], list[str]]:
     if name.startswith("hf://"):
         return hub.dataset(name, tuple(READERS)), []
     path = Path(name).expanduser()
     if path.is_dir():
-        below = sorted(
-            found
-            for found in path.rglob("*")
-            if found.is_file() and not any(part.startswith(".") for part in found.relative_to(path).parts)
-        )
-        files = [found for found in below if found.suffix.lower() in READERS]
+        below = {found: _is_hidden(found.relative_to(path)) for found in sorted(path.rglob("*")) if found.is_file()}
+        readable = [found for found in below if found.suffix.lower() in READERS]
+        files = [found for found in readable if not below[found]]
         if not files:
             raise InputError(f"holds no file of rows ({', '.join(READERS)})", where=path)
-        return files, [str(found) for found in below if found.suffix.lower() not in READERS]
+        # What the Hub's client keeps in .cache is no news; rows that are hidden are.
+        return files, [str(found) for found in below if found not in files and (found in readable or not below[found])]
     if not path.exists() and glob.has_magic(name):
         matched = sorted(Path(found) for found in glob.glob(str(path), recursive=True))
         if not matched:
             raise InputError("matches no file", where=name)
-        return [found for found in matched if found.is_file()], []
+        return [found for found in matched if found.is_file()], [str(found) for found in matched if found.is_dir()]
     return [path], []
