@@ -1,8 +1,9 @@
-"""The world of data parallel ranks: joining and leaving it, sums and maxima over it."""
+"""The world of ranks: joining and leaving it, sums and maxima over it."""
 
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def summed(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Each value (fp64) summed over all ranks, which have the same names."""
+def summed(values: dict[str, float], device: torch.device, group: Any = None) -> dict[str, float]:
+    """Each value (fp64) summed over all ranks of ``group`` (None: the world), which have the same names."""
     names = sorted(values)
     table = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=group)
     return dict(zip(names, table.tolist(), strict=True))
 
 

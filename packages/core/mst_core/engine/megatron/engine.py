@@ -21,6 +21,7 @@ from torch import Tensor
 from mst_core import console, torch_dist
 from mst_core.checkpoint import Staging
 from mst_core.engine import lora as shared_lora
+from mst_core.engine import ranks
 from mst_core.engine.megatron import groups, lora, model, optimizer, state, step
 from mst_core.engine.megatron.checkpoint import MegatronDir
 from mst_core.engine.megatron.cut import Cut
@@ -93,9 +94,7 @@ class MegatronEngine:
 
     def agree(self, value: int) -> int:
         """The largest of all ranks'."""
-        found = torch.tensor([value], device=groups.device())
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+        return ranks.largest(value, groups.device())
 
     def save_state(self, directory: Path) -> None:
         """See state.py."""
@@ -135,10 +134,7 @@ class MegatronEngine:
     def _sum_over_dp(self, local: dict[str, float]) -> dict[str, float]:
         from megatron.core import parallel_state
 
-        names = sorted(local)
-        values = torch.tensor([local[name] for name in names], dtype=torch.float64, device=groups.device())
-        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-        return dict(zip(names, values.tolist(), strict=True))
+        return ranks.summed(local, groups.device(), parallel_state.get_data_parallel_group())
 
     def _means(self, sums: dict[str, Tensor], total: dict[str, float]) -> dict[str, float]:
         """Each term's global sum / weight, and the loss, the same on every rank."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 
 import torch
 import torch.distributed as dist
 
-from mst_core import devices
+from mst_core.engine import ranks
 from mst_core.engine.megatron import cpu
-
-TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None) -> None:
@@ -19,11 +16,7 @@ def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1,
     cpu.apply()
     from megatron.core import parallel_state, tensor_parallel
 
-    device = devices.best()
-    if not dist.is_initialized():
-        dist.init_process_group(devices.collective_backend(device), timeout=TIMEOUT)
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    place = ranks.join()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -31,7 +24,7 @@ def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        create_gloo_process_groups=device != "cpu",
+        create_gloo_process_groups=place.type != "cpu",
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -40,8 +33,7 @@ def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1,
 def stop() -> None:
     """Leave the groups and the world."""
     leave()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ranks.leave()
 
 
 def leave() -> None:
