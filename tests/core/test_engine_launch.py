@@ -90,6 +90,22 @@ def test_sigterm_ends_the_ranks_and_the_run_with_code_6(tmp_path: Path) -> None:
     assert are_gone(pids)
 
 
+@pytest.mark.parametrize("children", [0, 1, 3])
+def test_sigterm_while_ranks_start_is_code_6_too(tmp_path: Path, children: int) -> None:
+    """Before there is a rank, and before the ranks have a handler of their own."""
+    run = start("waits", tmp_path)
+    started = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    handled = "SigCgt:\t"  # SIGTERM has a handler, ours
+    while not int(Path(f"/proc/{run.pid}/status").read_text().split(handled)[1].split()[0], 16) >> 14 & 1:
+        time.sleep(0.005)
+    while len(started.read_text().split()) < children:
+        time.sleep(0.005)
+    run.send_signal(signal.SIGTERM)
+    out, said = run.communicate(timeout=60)
+    assert (run.returncode, out) == (6, ""), said
+    assert "error: Stopped:" in said
+
+
 def test_ranks_do_not_outlive_the_one_that_started_them(tmp_path: Path) -> None:
     run = start("waits", tmp_path)
     pids = wait_for_ranks(tmp_path)

@@ -7,6 +7,7 @@ is the only file that reads those variables.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -15,9 +16,11 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,21 +134,34 @@ def _elastic(function: str, ranks: int, arguments: tuple[Any, ...]) -> Any:
             # SIGTERM is handed on to the ranks, which may take long to save; torch would kill them after 30 s.
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         )
-        before = signal.signal(signal.SIGTERM, _hand_on)
         try:
-            return elastic_launch(config, _rank)(folder, os.getpid(), function, arguments)[0]
+            with _handing_on_sigterm():
+                return elastic_launch(config, _rank)(folder, os.getpid(), function, arguments)[0]
         except SignalException as ended:
             raise Stopped(f"stopped by {signal.Signals(ended.sigval).name}; nothing was written") from None
         except ChildFailedError as failed:
             raise _reason(Path(folder), failed) from None
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
-def _hand_on(number: int, frame: Any) -> None:
-    for child in multiprocessing.active_children():
-        if child.pid is not None:
-            os.kill(child.pid, number)
+@contextlib.contextmanager
+def _handing_on_sigterm() -> Iterator[None]:
+    """SIGTERM goes to the ranks, which save and end; before there are any, it ends the run."""
+
+    def hand_on(number: int, frame: Any) -> None:
+        ranks = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        if not ranks:
+            raise Stopped("stopped by SIGTERM; nothing was written")
+        for rank in ranks:
+            os.kill(rank, number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may ask for signals
+        return
+    before = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _rank(folder: str, parent: int, function: str, arguments: tuple[Any, ...]) -> Any:
@@ -197,6 +213,8 @@ def _reason(folder: Path, failed: Any) -> MstError:
     if reasons:
         return min(reasons, key=lambda error: isinstance(error, RunError))
     codes = {number: failure.exitcode for number, failure in sorted(failed.failures.items())}
+    if not found and set(codes.values()) == {-signal.SIGTERM}:  # asked to stop before the ranks could say so
+        return Stopped("stopped by SIGTERM before the first step")
     for number, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
             name = signal.Signals(-code).name
