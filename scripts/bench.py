@@ -120,8 +120,11 @@ def pair(folder: Path, source: Path, command: list[str], cold: bool, number: int
 
 
 def settle(source: Path, cold: bool) -> None:
-    """Nothing left to write; the source in the page cache, or no page cache at all."""
+    """Nothing left to write or discard; the source in the page cache, or no page cache at all."""
     os.sync()
+    counts = disk_counts()
+    while time.sleep(0.3) or counts != (counts := disk_counts()):  # removed files are discarded behind our back
+        pass
     if cold:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
         return
@@ -130,6 +133,11 @@ def settle(source: Path, cold: bool) -> None:
             with path.open("rb", buffering=0) as file:
                 while file.read(1 << 22):
                     pass
+
+
+def disk_counts() -> list[list[str]]:
+    """What each disk has read, written and discarded so far."""
+    return [line.split() for line in Path("/proc/diskstats").read_text().splitlines()]
 
 
 def run(words: list[str], env: dict[str, str] | None = None) -> tuple[int, int]:

@@ -25,14 +25,14 @@ CUT = """
 import os, signal, sys
 from mst_convert import copying, reading
 reading.PIECE = copying.NOTED = int(sys.argv[2])
-left, pwrite = int(sys.argv[1]), os.pwrite
+left, pwritev = int(sys.argv[1]), os.pwritev
 def counted(*words):
     global left
     left -= 1
     if left < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return pwrite(*words)
-os.pwrite = counted
+    return pwritev(*words)
+os.pwritev = counted
 from mst_convert.cli import main
 sys.argv = ["mst-convert", *sys.argv[3:]]
 main()
@@ -41,10 +41,7 @@ main()
 
 
 def cut(after: int, *words: object, piece: int = 512) -> int:
-    """The exit code of a conversion that is killed after so many writes (or ends before).
-
-    Pieces of 512 bytes go through the page cache; of 4096, past it.
-    """
+    """The exit code of a conversion that is killed after so many writes (or ends before)."""
     command = [sys.executable, "-c", CUT, str(after), str(piece), *map(str, words)]
     return subprocess.run(command, capture_output=True, timeout=120).returncode
 

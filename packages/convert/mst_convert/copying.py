@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blake3 import blake3
 from zlib_ng import zlib_ng
 
-from mst_convert import disk, reading
+from mst_convert import reading
 from mst_convert.disk import DiskFile
 from mst_convert.reading import Fill, Sources
 from mst_convert.recipe import OutFile, Recipe
@@ -174,9 +174,8 @@ class Copying:
 
     def run(self) -> None:
         """Write every file. The first error of any worker is raised when all have stopped."""
-        count = 2 * self._workers  # while one waits for the disk, another works
-        with ThreadPoolExecutor(count) as pool:
-            workers = [pool.submit(self._work) for _ in range(count)]
+        with ThreadPoolExecutor(self._workers) as pool:
+            workers = [pool.submit(self._work) for _ in range(self._workers)]
         self._sources.close()
         os.close(self._journal)
         for out in self._files:
@@ -240,7 +239,7 @@ class Copying:
     # --- the workers ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        room = memoryview(disk.buffer(reading.PIECE))
+        room = memoryview(bytearray(reading.PIECE))
         finished = False
         try:
             while not self._failed:
@@ -275,7 +274,7 @@ class Copying:
             out.turn += 1
             out.change.notify_all()
         if not again:
-            out.disk.write(piece.offset, view, room, piece.closes)
+            out.disk.write(piece.offset, view)
         with out.change:
             out.waiting[piece.index] = piece, digest
             while out.written in out.waiting:
