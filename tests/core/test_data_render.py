@@ -211,6 +211,20 @@ def test_too_long(tokenizer: Callable[[str], Any]) -> None:
         Renderer(made, prompt + 1, "right").pair(pair, "f:1")
 
 
+def test_a_long_pair_loses_the_beginning_of_its_prompt(tokenizer: Callable[[str], Any]) -> None:
+    """Both answers stay whole, after the same prompt, as long as the longer of the two leaves it."""
+    made = tokenizer(CHATML)
+    pair = Pair([user("a long question")], [bot("a much longer answer")], [bot("b")])
+    whole = Renderer(made, 1000).pair(pair, "f:1")
+    longest, prompt = max(len(sample.tokens) for sample in whole), whole[0].mask.index(1)
+    for before, cut in zip(whole, Renderer(made, longest - 3, "prompt-left").pair(pair, "f:1"), strict=True):
+        assert (cut.tokens, cut.mask, cut.truncated) == (before.tokens[3:], before.mask[3:], True)
+    assert Renderer(made, longest, "prompt-left").pair(pair, "f:1") == whole
+    answer = longest - prompt
+    with pytest.raises(RowError, match=f"its answer of {answer} tokens leaves no prompt in --seq-length {answer}"):
+        Renderer(made, answer, "prompt-left").pair(pair, "f:1")
+
+
 def test_pairs_share_their_prompt(tokenizer: Callable[[str], Any]) -> None:
     made = tokenizer(LLAMA3)
     renderer = Renderer(made, 1000)

@@ -185,6 +185,9 @@ def test_refused_conversations(data: dict[str, Any], reason: str) -> None:
             "chosen": {"from": "gpt", "value": "a"},
             "rejected": {"from": "gpt", "value": "b"},
         },
+        {"messages": [user("q"), bot("a")], "rejected_response": "b"},
+        {"messages": [user("q"), bot("a")], "rejected_messages": [user("q"), bot("b")]},
+        {"messages": [user("q"), bot("a")], "rejected_messages": [bot("b")]},
     ],
 )
 def test_pairs(data: dict[str, Any]) -> None:
@@ -212,11 +215,38 @@ def test_a_pair_may_share_earlier_answers() -> None:
         ({"prompt": "q", "chosen": {"from": "gpt", "value": "a"}, "rejected": "b"}, "a key 'from'"),
         ({"chosen": [user("q"), bot("a")], "rejected": [user("r"), bot("b")]}, "share no beginning"),
         ({"chosen": [user("q"), bot("a")], "rejected": [user("q"), user("b")]}, "not user"),
+        ({"messages": [user("q")], "rejected_response": "b"}, "chosen must be one answer"),
+        ({"messages": [user("q"), bot("a")], "rejected_response": "a"}, "are the same"),
     ],
 )
 def test_refused_pairs(data: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
         shapes.pair(row(**data))
+
+
+def test_judged_answers() -> None:
+    for shape in (
+        {"prompt": "q", "completion": "a"},
+        {"messages": [user("q"), bot("a")]},
+        {"query": "q", "response": "a"},
+    ):
+        found, label = shapes.judged(row(**shape, label=False))
+        assert (found.messages, label) == ([user("q"), bot("a")], False)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"prompt": "q", "completion": "a"}, "does not have label"),
+        ({"prompt": "q", "completion": "a", "label": "true"}, "label must be true or false, not text"),
+        ({"prompt": "q", "completion": "a", "label": 0}, "not a number"),
+        ({"prompt": "q", "completion": "a", "label": None}, "not null"),
+        ({"messages": [user("q"), {**bot("a"), "loss": False}], "label": True}, "loss: false"),
+    ],
+)
+def test_refused_judged_answers(data: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        shapes.judged(row(**data))
 
 
 def test_order_is_a_permutation_that_never_changes() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mst_align.losses import dpo_objective
+from mst_align.pairs import objective as of_pairs
+from mst_align.settings import choose
 from mst_core.checkpoint import stage
 from mst_core.data.render import Sample
 from mst_core.engine import loop, lora, schedule
@@ -178,7 +179,14 @@ def test_a_run_writes_its_metrics_and_its_plot(model: Path, tmp_path: Path) -> N
     spec = spec_of(global_batch=4, steps=5, log_every=3, eval_every=2)
     pairs = units_of(8, 2)
     with stage(tmp_path / "out") as staging:
-        done = loop.fit(PlainEngine(spec, model), dpo_objective(0.1), pairs, spec, staging, units_of(3, 2, seed=1))
+        done = loop.fit(
+            PlainEngine(spec, model),
+            of_pairs(choose("dpo", {"beta": 0.1})),
+            pairs,
+            spec,
+            staging,
+            units_of(3, 2, seed=1),
+        )
         rows = [json.loads(line) for line in (staging.path / "metrics.jsonl").read_text().splitlines()]
         board = EventAccumulator(str(staging.path / "tensorboard")).Reload()
         with Image.open(staging.path / "loss.png") as image:

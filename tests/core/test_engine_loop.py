@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mst_align.losses import dpo_objective
+from mst_align.pairs import objective as of_pairs
+from mst_align.settings import choose
 from mst_core import checkpoint
 from mst_core.data.render import Sample
 from mst_core.engine import loop
@@ -21,7 +22,7 @@ from mst_core.errors import RunError
 from mst_core.runspec import RunSpec
 from mst_train.objective import SFT
 
-DPO = dpo_objective(0.1)
+DPO = of_pairs(choose("dpo", {"beta": 0.1}))
 
 
 def spec_of(**options: Any) -> RunSpec:

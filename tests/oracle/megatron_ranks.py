@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mst_align.losses import dpo_objective
+from mst_align.pairs import objective as of_pairs
+from mst_align.settings import choose
 from mst_core import checkpoint
 from mst_core.data.render import Sample
 from mst_core.engine import loop
@@ -38,7 +39,7 @@ def nan_gradient(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:
     return {"zero": Term(((logp_BT * batch.mask_BT).sum() * 0).abs().sqrt(), 1.0)}
 
 
-OBJECTIVES = {"sft": SFT, "dpo": dpo_objective(0.1), "nan": Objective("nan", nan_gradient)}
+OBJECTIVES = {"sft": SFT, "dpo": of_pairs(choose("dpo", {"beta": 0.1})), "nan": Objective("nan", nan_gradient)}
 
 
 def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, prompts: bool = True) -> list[Batch]:

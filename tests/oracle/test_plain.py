@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mst_align.losses import dpo_objective
+from mst_align.pairs import objective as of_pairs
+from mst_align.settings import choose
 from mst_core.checkpoint import stage
 from mst_core.data.render import Sample
 from mst_core.engine import loop
@@ -146,7 +147,7 @@ def test_peft_reads_and_merges_the_adapter(
     model = tiny_hf("qwen2")
     spec, pairs = spec_of(lora_rank=4, lora_alpha=12.0, lora_targets=targets, lr=5e-3), units_of(4, 2)
     engine = PlainEngine(spec, model)
-    objective = dpo_objective(0.5)
+    objective = of_pairs(choose("dpo", {"beta": 0.5}))
     references = loop._references(engine, objective, pairs, spec, "reference")
     for _ in range(3):
         engine.step(loop.micro_batches(pairs, engine, spec, references), objective, spec.lr)

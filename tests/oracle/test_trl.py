@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mst_align.losses import dpo_objective
+from mst_align.pairs import objective as of_pairs
+from mst_align.settings import choose
 from mst_core.data import rows, shapes
 from mst_core.data.render import Renderer, load_tokenizer
 from mst_core.engine import loop
@@ -119,7 +120,7 @@ def test_dpo_losses_are_those_of_trl(model: Path, reference: Path, tmp_path: Pat
         load(model), load(reference), DPOConfig(**settings(tmp_path), beta=0.1),
         train_dataset=Dataset.from_list(PAIR_ROWS), processing_class=load_tokenizer(model),
     )  # fmt: skip
-    make, objective = renderer(model), dpo_objective(0.1)
+    make, objective = renderer(model), of_pairs(choose("dpo", {"beta": 0.1}))
     units = [make.pair(shapes.pair(row), row.where) for row in each(PAIR_ROWS)]
     spec = RunSpec(model=str(reference), data=(Path("d"),), out=Path("o"), precision="fp32")
     references = loop._references(PlainEngine(spec, reference), objective, units, spec, "reference")

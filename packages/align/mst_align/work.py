@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from mst_align.losses import dpo_objective
+from mst_align import pairs, unpaired
+from mst_align.settings import Chosen
 from mst_align.spec import AlignSpec
-from mst_core import devices
+from mst_core import console, devices
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
-from mst_core.data.sources import taken
+from mst_core.data.sources import Source, taken
 from mst_core.engine import launch, run
+from mst_core.engine.batches import Singles
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
 
-Pairs = load.Loaded[tuple[Sample, Sample]]
+Rows = load.Loaded[Any]
+BALANCED = (1.0, 4 / 3)
+"""KTO, arXiv 2402.01306, eq. 9: weight times number of the good answers, over that of the bad ones."""
 
 
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
@@ -24,32 +29,54 @@ def work(spec: AlignSpec, plan: RunPlan) -> Result:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
+        if spec.unpaired:
+            weigh(spec.chosen, loaded.samples)
     done = launch.run_ranks("mst_align.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
     return Result(text=str(spec.out), data=done)
 
 
-def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dict[str, Any]:
-    """What each rank runs, on the pairs that were rendered once for all of them."""
+def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
+    """What each rank runs, on the rows that were rendered once for all of them."""
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
         tool="mst-align",
         spec=spec.model_copy(update=effective),
         model_dir=plan.model_dir,
         engine=plan.engine,
-        objective=dpo_objective(spec.beta),
-        units=loaded.samples,
-        eval_units=evaluated.samples,
+        objective=(unpaired if spec.unpaired else pairs).objective(spec.chosen),
+        units=Singles(loaded.samples) if spec.unpaired else loaded.samples,
+        eval_units=Singles(evaluated.samples) if spec.unpaired else evaluated.samples,
         sources=plan.sources,
-        settings=taken(plan.sources),
+        settings={**taken(plan.sources), **spec.chosen.told()},
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
 
 
-def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Pairs, Pairs]:
-    """The training and evaluation pairs."""
+def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Rows, Rows]:
+    """The training and evaluation rows: pairs, or judged answers."""
     renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
     cache = load.Cache(spec.cache, plan.model_dir)
-    evaluated = load.pairs(plan.eval_sources, renderer, spec.bad_rows, cache) if spec.eval_data else load.Loaded()
-    return load.pairs(plan.sources, renderer, spec.bad_rows, cache), evaluated
+
+    def read(sources: Sequence[Source]) -> Rows:
+        return (load.judged if spec.unpaired else load.pairs)(sources, renderer, spec.bad_rows, cache)
+
+    evaluated: Rows = read(plan.eval_sources) if spec.eval_data else load.Loaded()
+    return read(plan.sources), evaluated
+
+
+def weigh(chosen: Chosen, samples: Sequence[Sample]) -> None:
+    """Say how many answers are good, and warn where the weights do not balance them as KTO's authors advise."""
+    good = sum(bool(sample.desirable) for sample in samples)
+    bad = len(samples) - good
+    console.say(f"{good} good answers, {bad} bad ones")
+    if chosen.method != "kto" or not (good and bad):
+        return
+    found = chosen.desirable_weight * good / (chosen.undesirable_weight * bad)
+    if not BALANCED[0] <= round(found, 9) <= BALANCED[1] + 1e-9:
+        low, high = (chosen.undesirable_weight * bad * bound / good for bound in BALANCED)
+        console.warn(
+            f"--desirable-weight times good answers is {found:.2f} times --undesirable-weight times bad ones; KTO's "
+            f"authors advise 1 to 1.33: a --desirable-weight of {low:.3g} to {high:.3g}"
+        )

@@ -136,7 +136,9 @@ class RunSpec(Spec):
     seq_length: int | None = Field(
         None, ge=2, description="longest row in tokens (default: 1024, or the model's positions if fewer)"
     )
-    truncate: Literal["error", "right"] = Field("error", description="a longer row is refused, or cut at its right end")
+    truncate: Literal["error", "right", "prompt-left"] = Field(
+        "error", description="a longer row is refused, cut at its right end, or loses the beginning of its prompt"
+    )
     steps: int | None = Field(
         None, ge=1, description="optimizer steps", validation_alias=AliasChoices("steps", "train_iters")
     )

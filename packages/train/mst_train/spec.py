@@ -18,6 +18,7 @@ class TrainSpec(RunSpec):
     packing: bool = Field(
         False, description="several samples in a row of --seq-length, kept apart exactly; batches count packed rows"
     )
+    truncate: Literal["error", "right"] = Field("error", description="a longer row is refused, or cut at its right end")
     clean: str | None = Field(
         None, description="of --stage cpt: remove documents by a template, web or a YAML file; see removed.jsonl"
     )

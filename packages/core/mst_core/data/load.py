@@ -70,7 +70,7 @@ class Loaded[T]:
         if self.duplicates:
             console.warn(f"{what}: {self.duplicates} rows are copies of earlier ones; they are kept")
         if self.truncated:
-            console.warn(f"{what}: {self.truncated} samples were cut at --seq-length, as --truncate right asks")
+            console.warn(f"{what}: {self.truncated} samples were cut to --seq-length, as --truncate asks")
         if self.rejected:
             first = self.rejected[0]
             console.warn(
@@ -149,6 +149,16 @@ def pairs(
     flat = _samples(given, make, bad_rows, settings, cache)
     counts = [(source, count // 2) for source, count in flat.counts]
     return Loaded(**{**vars(flat), "samples": store.Pairs(flat.samples), "counts": counts})
+
+
+def judged(given: Data, renderer: Renderer, bad_rows: BadRows = "error", cache: Cache | None = None) -> Loaded[Sample]:
+    """The last answer of each row, which its label calls good or bad."""
+    settings = {"stage": "judged", "seq_length": renderer.seq_length, "truncate": renderer.truncate}
+
+    def make(row: Row) -> list[Sample]:
+        return [renderer.judged(*shapes.judged(row), row.where)]
+
+    return _samples(given, make, bad_rows, settings, cache)
 
 
 def _samples(

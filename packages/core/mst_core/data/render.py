@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from mst_core import tensors
 from mst_core.data.shapes import Conversation, Message, Pair
 from mst_core.errors import InputError, RowError
 
-Truncate = Literal["error", "right"]
+Truncate = Literal["error", "right", "prompt-left"]
 TODAY = datetime(2024, 7, 26)
 """The date that templates which print one (Llama 3.2) get: rows must render the same tomorrow. Llama 3.1's default."""
 _DATE_CODES = "YymdBbAaHIMSpj"
@@ -42,6 +42,8 @@ class Sample:
     truncated: bool = False
     parts: tuple[int, ...] = ()
     """Of a packed row (pack.py): the lengths of the samples in it, which sum to its own."""
+    desirable: bool | None = None
+    """Of an answer that was judged on its own: good or bad."""
 
     @property
     def learnt(self) -> int:
@@ -138,17 +140,46 @@ class Renderer:
         return sample
 
     def pair(self, pair: Pair, where: str) -> tuple[Sample, Sample]:
-        """(chosen, rejected), each with only its answer learnt."""
-        chosen = self.answer(pair.prompt, pair.chosen, where)
-        rejected = self.answer(pair.prompt, pair.rejected, where)
+        """(chosen, rejected), each with only its answer learnt, after the same prompt."""
+        chosen, rejected = (self.answer(pair.prompt, answer, where) for answer in (pair.chosen, pair.rejected))
+        if self.truncate == "prompt-left":
+            longest = max(len(chosen.tokens), len(rejected.tokens))
+            chosen, rejected = (self._cut_prompt(sample, longest, where) for sample in (chosen, rejected))
         if chosen.tokens == rejected.tokens:
             cut = f" in their first {self.seq_length} tokens" if chosen.truncated else ""
             raise RowError(f"chosen and rejected are the same{cut}", where=where)
         return chosen, rejected
 
+    def judged(self, conversation: Conversation, desirable: bool, where: str) -> Sample:
+        """The last answer of a conversation, which was judged, as the only turn that is learnt."""
+        *prompt, answer = conversation.messages
+        sample = self.answer(prompt, [answer], where)
+        if self.truncate == "prompt-left":
+            sample = self._cut_prompt(sample, len(sample.tokens), where)
+        return replace(sample, desirable=desirable)
+
+    def _cut_prompt(self, sample: Sample, longest: int, where: str) -> Sample:
+        """Without as many of the prompt's first tokens (BOS stays) as the longest row has beyond ``seq_length``."""
+        excess = longest - self.seq_length
+        if excess <= 0:
+            return sample
+        stays = int(sample.tokens[0] == self.tokenizer.bos_token_id)
+        prompt = sample.mask.index(1)
+        if stays + excess >= prompt:
+            what = (
+                f"has an answer of {longest - prompt} tokens, which leaves no prompt in --seq-length {self.seq_length}"
+            )
+            raise RowError(what, where=where, hint="a larger --seq-length, or --bad-rows skip")
+        tokens, mask = (held[:stays] + held[stays + excess :] for held in (sample.tokens, sample.mask))
+        return Sample(tokens, mask, truncated=True)
+
     def fit(self, tokens: list[int], mask: list[int], where: str) -> Sample:
-        """A sample within ``seq_length``. Raises RowError if it is too long, or nothing to learn is left."""
+        """A sample within ``seq_length``. Raises RowError if it is too long, or nothing to learn is left.
+
+        Prompts are cut where both answers of a pair are known: here such a sample stays whole."""
         truncated = len(tokens) > self.seq_length
+        if self.truncate == "prompt-left":
+            return Sample(tokens, mask)
         if truncated and self.truncate == "error":
             raise RowError(
                 f"has {len(tokens)} tokens, --seq-length is {self.seq_length}",

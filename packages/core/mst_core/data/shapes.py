@@ -7,7 +7,9 @@
     prompt        {"prompt": "..." or messages, "completion": "..." or messages, "system": "..."}
                   (each of these may have "tools": a list or its JSON; tools.py)
     pairs         {"prompt": "..." or messages, "chosen": "..." or messages, "rejected": "..." or messages}
-                  ("instruction" and "input" may stand for the prompt, and without any prompt it is what both share)
+                  ("instruction" and "input" may stand for the prompt, and without any prompt it is what both share;
+                  or messages with "rejected_response": "..." or "rejected_messages")
+    judged        one of the first five with "label": true or false
 
 A field that no shape knows is an error: a misspelt ``outptu`` would otherwise be a row without an answer. Fields that
 only describe a row (LABELS) are allowed. A field that is null is a field that is absent: tools that write tables fill
@@ -71,6 +73,8 @@ PAIR_SHAPES = (
     Shape("conversations/chosen/rejected", ("conversations", "chosen", "rejected"), ("system",)),
     Shape("instruction/chosen/rejected", ("instruction", "chosen", "rejected"), ("input", "system", "history")),
     Shape("chosen/rejected", ("chosen", "rejected")),
+    Shape("messages/rejected_response", ("messages", "rejected_response"), ("system",)),
+    Shape("messages/rejected_messages", ("messages", "rejected_messages"), ("system",)),
 )
 
 
@@ -119,14 +123,18 @@ def conversation(row: Row) -> Conversation:
 def pair(row: Row) -> Pair:
     """The prompt and both answers of a preference row. Raises RowError with the reason."""
     shape, row = match(row, PAIR_SHAPES)
-    chosen, rejected = side(row, "chosen", "assistant"), side(row, "rejected", "assistant")
+    if "messages" in shape.needed:
+        whole = [*_system(row), *messages(row, "messages")]
+        prompt, chosen, rejected = whole[:-1], whole[-1:], side(row, shape.needed[1], "assistant")
+    else:
+        chosen, rejected = side(row, "chosen", "assistant"), side(row, "rejected", "assistant")
     if "prompt" in shape.needed:
         prompt = [*_system(row), *side(row, "prompt", "user")]
     elif "conversations" in shape.needed:
         prompt = [*_system(row), *messages(row, "conversations")]
     elif "instruction" in shape.needed:
         prompt = _asked(row, "instruction")
-    else:
+    elif "messages" not in shape.needed:
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if shared is None:
             raise RowError("chosen and rejected are the same, or one begins with the other", where=row.where)
@@ -142,6 +150,19 @@ def pair(row: Row) -> Pair:
     if chosen[0]["content"].strip() == rejected[0]["content"].strip():
         raise RowError("chosen and rejected are the same", where=row.where)
     return Pair(prompt, chosen, rejected)
+
+
+def judged(row: Row) -> tuple[Conversation, bool]:
+    """A conversation, and whether its last answer is desirable. Raises RowError with the reason."""
+    label = row.data.get("label")
+    if not isinstance(label, bool):
+        what = f"label must be true or false, not {kind(label)}" if "label" in row.data else "does not have label"
+        raise RowError(what, where=row.where)
+    rest = {name: value for name, value in row.data.items() if name != "label"}
+    found = conversation(replace(row, data=rest))
+    if len(found.messages) - 1 in found.silent or found.tools:
+        raise RowError("has tools or loss: false, which judged answers cannot have", where=row.where)
+    return found, label
 
 
 def match(row: Row, shapes: Iterable[Shape]) -> tuple[Shape, Row]:

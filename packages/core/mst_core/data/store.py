@@ -3,6 +3,7 @@
     CACHE/rows/KEY/tokens.bin    int32, all samples one after another
                    mask.bin      uint8, likewise
                    ends.bin      int64, where each sample ends
+                   judged.bin    uint8, of each sample 1: a bad answer, 2: a good one, 0: not judged on its own
                    removed.jsonl what cleaning took out
                    about.json    counts, and rows set aside
 
@@ -31,7 +32,8 @@ from mst_core.data.render import Sample, tokenizer_dir
 from mst_core.data.sources import Source
 from mst_core.errors import InputError
 
-TOKENS, MASK, ENDS, REMOVED, ABOUT = "tokens.bin", "mask.bin", "ends.bin", "removed.jsonl", "about.json"
+TOKENS, MASK, ENDS, JUDGED = "tokens.bin", "mask.bin", "ends.bin", "judged.bin"
+REMOVED, ABOUT = "removed.jsonl", "about.json"
 
 
 def place(cache: Path, model_dir: Path, sources: Sequence[Source], settings: Mapping[str, Any]) -> Path:
@@ -64,7 +66,7 @@ class Stored(Sequence[Sample]):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._maps = {name: _map(directory / name) for name in (TOKENS, MASK, ENDS)}
+        self._maps = {name: _map(directory / name) for name in (TOKENS, MASK, ENDS, JUDGED)}
         self._tokens, self._mask, self._ends = (
             self._maps[TOKENS].cast("i"),
             self._maps[MASK],
@@ -90,7 +92,8 @@ class Stored(Sequence[Sample]):
             raise IndexError(index)
         index %= len(self)
         start, end = self._ends[index - 1] if index else 0, self._ends[index]
-        return Sample(self._tokens[start:end].tolist(), list(self._mask[start:end]))
+        desirable = (None, False, True)[self._maps[JUDGED][index]]
+        return Sample(self._tokens[start:end].tolist(), list(self._mask[start:end]), desirable=desirable)
 
     def lengths(self) -> array[int]:
         """The tokens of each sample."""
@@ -132,7 +135,7 @@ class Writer:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             self._staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-            self._files = {name: (self._staging / name).open("wb") for name in (TOKENS, MASK, ENDS, REMOVED)}
+            self._files = {name: (self._staging / name).open("wb") for name in (TOKENS, MASK, ENDS, JUDGED, REMOVED)}
         except OSError as error:
             what = f"the cache cannot be written: {error.strerror}"
             raise InputError(what, where=directory.parent, hint="--cache names another directory") from error
@@ -156,6 +159,7 @@ class Writer:
             self._files[TOKENS].write(array("i", sample.tokens).tobytes())
             self._files[MASK].write(bytes(sample.mask))
             self._files[ENDS].write(array("q", [self.tokens]).tobytes())
+            self._files[JUDGED].write(bytes([0 if sample.desirable is None else 1 + sample.desirable]))
 
     def remove(self, entry: Mapping[str, Any]) -> None:
         """Keep what cleaning took out."""
@@ -181,8 +185,9 @@ def about_of(directory: Path) -> dict[str, Any] | None:
     """What ``commit`` was given; None where no whole directory is."""
     try:
         about: dict[str, Any] = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
-        sizes = [(directory / name).stat().st_size for name in (TOKENS, MASK, ENDS)]
-        return about if sizes == [4 * about["tokens"], about["tokens"], 8 * about["samples"]] else None
+        sizes = [(directory / name).stat().st_size for name in (TOKENS, MASK, ENDS, JUDGED)]
+        tokens, samples = about["tokens"], about["samples"]
+        return about if sizes == [4 * tokens, tokens, 8 * samples, samples] else None
     except (OSError, ValueError, KeyError):
         return None
 

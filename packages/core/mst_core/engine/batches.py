@@ -35,7 +35,10 @@ def collate(
     if any(sample.parts for sample in samples):
         packed = tuple(sample.parts or (len(sample.tokens),) for sample in samples)
     lengths_B = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64)
-    return Batch(tokens_BT, mask_BT, lengths_B, dict(extra or {}), packed)
+    more = dict(extra or {})
+    if any(sample.desirable is not None for sample in samples):
+        more["desirable_B"] = torch.tensor([float(bool(sample.desirable)) for sample in samples])
+    return Batch(tokens_BT, mask_BT, lengths_B, more, packed)
 
 
 def positions(batch: Batch) -> Tensor:

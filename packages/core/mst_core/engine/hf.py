@@ -132,6 +132,10 @@ class HFEngine:
                 return self._logp(batch).cpu()
         return self._logp(batch).cpu()
 
+    def total(self, value: float) -> float:
+        """Summed over the data parallel ranks."""
+        return self._sum({"value": value})["value"]
+
     def agree(self, value: int) -> int:
         """There is one rank."""
         return value

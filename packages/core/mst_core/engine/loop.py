@@ -19,10 +19,11 @@ from mst_core.data.order import Order
 from mst_core.data.render import Sample
 from mst_core.engine import schedule
 from mst_core.engine.batches import collate
+from mst_core.engine.divergence import Divergence
 from mst_core.engine.metrics import Metrics
 from mst_core.engine.saves import Saves
 from mst_core.engine.seam import Batch, Engine, Objective
-from mst_core.errors import Stopped
+from mst_core.errors import InputError, Stopped
 from mst_core.resume import Fit
 from mst_core.runspec import RunSpec
 
@@ -53,6 +54,9 @@ def fit(
     mine = [_mine(batches, rank, engine.dp_size, spec) for rank in range(engine.dp_size)]
     references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
+    everything = [range(len(eval_units))] if eval_units else []
+    divergence = _divergence(engine, objective, units, batches, spec, "reference divergence")
+    eval_divergence = _divergence(engine, objective, eval_units, everything, spec, "divergence of the evaluation rows")
     start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
     with Metrics(staging, start) as metrics, _stop_on_sigterm() as asked, _progress(engine, steps, done=start) as bar:
@@ -60,8 +64,9 @@ def fit(
             rate = schedule.lr(
                 step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
             )
-            micro = micro_batches([units[i] for i in chosen], engine, spec, _pick(references, chosen))
             begun = time.monotonic()
+            kl = divergence.of(step) if divergence else None
+            micro = micro_batches([units[i] for i in chosen], engine, spec, _pick(references, chosen), kl)
             values = engine.step(micro, objective, rate)
             seconds = time.monotonic() - begun
             tokens = sum(len(sample.tokens) for i in chosen for sample in units[i])
@@ -70,7 +75,7 @@ def fit(
             last = step + 1 == steps
             measure = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
             if measure:
-                done.evaluation = evaluate(engine, objective, eval_units, spec, eval_references)
+                done.evaluation = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
                 values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
             done.first, done.last = done.first or values, values
             if last or measure or step % spec.log_every == 0:
@@ -88,16 +93,22 @@ def fit(
 
 
 def evaluate(
-    engine: Engine, objective: Objective, units: Sequence[Unit], spec: RunSpec, references: list[Tensor] | None
+    engine: Engine,
+    objective: Objective,
+    units: Sequence[Unit],
+    spec: RunSpec,
+    references: list[Tensor] | None,
+    divergence: Divergence | None = None,
 ) -> dict[str, float]:
     """The objective's terms over all of ``units``, forward only, each divided by its weight once."""
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     loss = 0.0
     coefficients: dict[str, float] = {}
+    kl = divergence.of(0) if divergence else None
     for start in range(0, len(units), spec.micro_batch):
         indices = list(range(start, min(start + spec.micro_batch, len(units))))
-        batch = _collate([units[i] for i in indices], _pick(references, indices))
+        batch = _collate([units[i] for i in indices], _pick(references, indices), kl)
         for name, term in objective.loss(engine.score(batch), batch).items():
             sums[name] = sums.get(name, 0.0) + float(term.sum)
             weights[name] = weights.get(name, 0.0) + term.weight
@@ -107,7 +118,9 @@ def evaluate(
     return {**means, "loss": loss}
 
 
-def micro_batches(units: Sequence[Unit], engine: Engine, spec: RunSpec, references: list[Tensor] | None) -> list[Batch]:
+def micro_batches(
+    units: Sequence[Unit], engine: Engine, spec: RunSpec, references: list[Tensor] | None, kl: float | None = None
+) -> list[Batch]:
     """This data parallel rank's micro-batches of a global batch.
 
     Micro-batch j goes to rank j modulo dp. Where they do not divide, the short ranks repeat a micro-batch with an
@@ -117,7 +130,7 @@ def micro_batches(units: Sequence[Unit], engine: Engine, spec: RunSpec, referenc
     pieces = [(list(units[i : i + size]), _slice(references, i, size)) for i in range(0, len(units), size)]
     while len(pieces) % engine.dp_size:
         pieces.append(([_unlearnt(unit) for unit in pieces[0][0]], pieces[0][1]))
-    return [_collate(piece, found) for piece, found in pieces[engine.dp_rank :: engine.dp_size]]
+    return [_collate(piece, found, kl) for piece, found in pieces[engine.dp_rank :: engine.dp_size]]
 
 
 def _mine(batches: Sequence[Sequence[int]], rank: int, dp_size: int, spec: RunSpec) -> set[int]:
@@ -134,9 +147,34 @@ def _unlearnt(unit: Unit) -> Unit:
     return tuple(replace(sample, mask=[0] * len(sample.tokens)) for sample in unit)
 
 
-def _collate(units: Sequence[Unit], references: list[Tensor] | None) -> Batch:
-    extra = {"ref_logp_B": torch.cat(references)} if references is not None else None
-    return collate([sample for unit in units for sample in unit], extra)
+def _collate(units: Sequence[Unit], references: list[Tensor] | None, kl: float | None = None) -> Batch:
+    samples = [sample for unit in units for sample in unit]
+    extra = {"ref_logp_B": torch.cat(references)} if references is not None else {}
+    if kl is not None:
+        extra["kl_B"] = torch.full((len(samples),), kl)
+    return collate(samples, extra)
+
+
+def _divergence(
+    engine: Engine,
+    objective: Objective,
+    units: Sequence[Unit],
+    steps: Sequence[Sequence[int]],
+    spec: RunSpec,
+    title: str,
+) -> Divergence | None:
+    """What an objective that asks for it needs of each step, its reference scored now."""
+    if not objective.divergence or not steps:
+        return None
+    for step, chosen in enumerate(steps, 1):
+        if len(chosen) < 2:
+            hint = "--num-samples, or a --global-batch that leaves no batch of one row"
+            raise InputError(f"step {step} has one row: {objective.name} compares each with another", hint=hint)
+    with _progress(engine, sum(map(len, steps)), title, "row") as bar:
+        length = spec.seq_length or 0
+        return Divergence(
+            engine, units, steps, lambda rows: micro_batches(rows, engine, spec, None), length, bar.advance
+        )
 
 
 def _references(
@@ -162,7 +200,7 @@ def _references(
         for start in range(0, passes * spec.micro_batch, spec.micro_batch):
             indices = wanted[start : start + spec.micro_batch] or [0]
             batch = _collate([units[i] for i in indices], None)
-            logp_B = (engine.score(batch, reference=True) * batch.mask_BT).sum(1)
+            logp_B = objective.answers(engine.score(batch, reference=True), batch)
             for index, logp in zip(indices, logp_B.split(objective.rows), strict=True):
                 found[index] = logp
             bar.advance(len(indices))

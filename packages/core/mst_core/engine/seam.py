@@ -75,12 +75,22 @@ class Objective:
 
     loss(logp_BT, batch) is pure, and reads logp_BT only where mask_BT is not 0: an engine may leave the others 0 and
     never make their logits. ``rows`` is 1, or 2 for pairs, which engines and loops never split.
+
+    reference     the batch has ``ref_logp_B``, the reference's log-probability of each row's learnt tokens
+    weigh         what each token counts in it, weight_BT of a batch (None: mask_BT)
+    divergence    the batch has ``kl_B``, on every row the same estimate (divergence.py)
     """
 
     name: str
     loss: LossFunction
     reference: bool = False
     rows: int = 1
+    weigh: Callable[[Batch], Tensor] | None = None
+    divergence: bool = False
+
+    def answers(self, logp_BT: Tensor, batch: Batch) -> Tensor:
+        """logp_B, the log-probability of each row's learnt tokens."""
+        return (logp_BT * (batch.mask_BT if self.weigh is None else self.weigh(batch))).sum(1)
 
 
 def weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
@@ -112,6 +122,10 @@ class Engine(Protocol):
         """logp_BT (fp32, CPU, no gradient, dropout off) on every rank of the model-parallel group, to be read where
         mask_BT is not 0.
         ``reference=True`` turns the adapter off."""
+        ...
+
+    def total(self, value: float) -> float:
+        """``value`` summed over the data parallel ranks."""
         ...
 
     def agree(self, value: int) -> int:

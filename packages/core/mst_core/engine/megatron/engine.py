@@ -92,6 +92,10 @@ class MegatronEngine:
                 return step.score(self.chunks, batch, self.cut)
         return step.score(self.chunks, batch, self.cut)
 
+    def total(self, value: float) -> float:
+        """Summed over the data parallel ranks."""
+        return self._sum_over_dp({"value": value})["value"]
+
     def agree(self, value: int) -> int:
         """The largest of all ranks'."""
         return ranks.largest(value, groups.device())
