@@ -221,7 +221,7 @@ def test_a_long_pair_loses_the_beginning_of_its_prompt(tokenizer: Callable[[str]
         assert (cut.tokens, cut.mask, cut.truncated) == (before.tokens[3:], before.mask[3:], True)
     assert Renderer(made, longest, "prompt-left").pair(pair, "f:1") == whole
     answer = longest - prompt
-    with pytest.raises(RowError, match=f"its answer of {answer} tokens leaves no prompt in --seq-length {answer}"):
+    with pytest.raises(RowError, match=f"answer of {answer} tokens, which leaves no prompt in --seq-length {answer}"):
         Renderer(made, answer, "prompt-left").pair(pair, "f:1")
 
 
