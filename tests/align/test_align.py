@@ -80,3 +80,19 @@ def test_two_ranks_that_meet_different_numbers_of_pairs(
     sharded = align(model, data, tmp_path / "fsdp", engine="fsdp", nproc=2, **settings)
     for name in ("first_loss", "loss", "eval/loss", "rewards/margin"):
         assert sharded[name] == pytest.approx(plain[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("method", "start"),
+    [({"loss": "ipo", "beta": 0.25}, 4.0), ({"loss": "apo-zero", "sft_weight": 0.5}, None), ({"method": "orpo"}, None)],
+)
+def test_other_losses_over_pipeline_stages(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, method: dict[str, Any], start: float | None
+) -> None:
+    model, settings = tiny_hf("llama"), {"steps": 3, "eval_data": (data,), **method}
+    plain = align(model, data, tmp_path / "plain", **settings)
+    staged = align(model, data, tmp_path / "staged", engine="megatron", pp=2, **settings)
+    assert start is None or plain["first_loss"] == pytest.approx(start, abs=1e-5)  # 1 / (4 beta^2)
+    assert plain["loss"] < plain["first_loss"]
+    for name in ("first_loss", "loss", "eval/loss", "rewards/margin", "logps/chosen"):
+        assert staged[name] == pytest.approx(plain[name], abs=1e-5), name

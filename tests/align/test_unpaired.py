@@ -97,7 +97,13 @@ def test_micro_batches_and_ranks_change_nothing(tiny_hf: Callable[..., Path], da
     settings: dict[str, Any] = {"steps": 5, "global_batch": 6, "schedule": "constant", "desirable_weight": 20.0}
     whole = align(model, data, tmp_path / "whole", **settings, micro_batch=6)
     assert whole["kl"] > 0
-    for name, more in (("small", {"micro_batch": 1}), ("ranks", {"micro_batch": 3, "engine": "fsdp", "nproc": 2})):
+    layouts: dict[str, dict[str, Any]] = {
+        "small": {"micro_batch": 1},
+        "fsdp": {"engine": "fsdp", "nproc": 2},
+        "tp": {"engine": "megatron", "tp": 2},
+        "dp": {"engine": "megatron", "nproc": 2, "micro_batch": 1},
+    }
+    for name, more in layouts.items():
         found = align(model, data, tmp_path / name, **settings, **more)
         for key in ("loss", "kl", "grad_norm"):
             assert found[key] == pytest.approx(whole[key], abs=1e-5), (name, key)
