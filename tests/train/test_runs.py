@@ -109,6 +109,22 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(
     same_run(tmp_path / "out", tmp_path / "whole")
 
 
+def test_a_run_goes_on_under_another_layout(models: dict[str, Path], data: Path, mst: Any, tmp_path: Path) -> None:
+    """Four steps on two tensor parallel ranks and two on two pipeline stages are six of the plain engine."""
+    fixed = ["--model", models["plain"], "--data", data, "--engine", "megatron", "--out", tmp_path / "out"]
+    fixed += ["--global-batch", 4, "--lr", 3e-3, "--schedule", "constant", "--keep-state"]
+    mst("mst-train", *fixed, "--steps", 4, "--tp", 2)
+    refused = mst("mst-train", *fixed, "--steps", STEPS, "--pp", 2, "--resume", "--lora-rank", 2, code=3)
+    assert "lora_rank was null, is 2" in refused.stderr
+    mst("mst-train", *fixed, "--steps", STEPS, "--pp", 2, "--resume")
+    train(models["plain"], data, tmp_path / "whole", schedule="constant")
+    found, wanted = losses(tmp_path / "out")[-2:], losses(tmp_path / "whole")[-2:]
+    assert [row[0] for row in found] == [5, 6]
+    assert max(abs(a[1] - b[1]) for a, b in zip(found, wanted, strict=True)) <= 1e-5
+    made = manifest.read(tmp_path / "out").made_by.settings
+    assert (made["tp"], made["pp"]) == (1, 2)
+
+
 def kill_anywhere(engine: str, models: dict[str, Path], data: Path, tmp_path: Path, seed: int) -> None:
     """A run that is killed at up to three random moments after its first save, at whatever it does then."""
     chosen = random.Random(seed)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mst_core import console, deepspeed_json
-from mst_core.engine import ranks
+from mst_core.engine import ranks, zero
 from mst_core.engine.hf import HFEngine
 from mst_core.errors import InputError, RunError
 from mst_core.runspec import RunSpec
@@ -67,16 +67,37 @@ class DeepspeedEngine(HFEngine):
         return ranks.largest(value, self.device)
 
     def save_state(self, directory: Path) -> None:
-        """DeepSpeed's own checkpoint, and beside it which layout it belongs to."""
+        """What this rank holds, whatever the stage. See zero.py; of NVMe, DeepSpeed's own checkpoint."""
+        if self._on_nvme:
+            self._save_own(directory)
+        else:
+            zero.save(directory, self._shares(), self.stage, {"steps": self.steps})
+
+    def load_state(self, directory: Path) -> None:
+        """What ``save_state`` wrote: any stage on any number of ranks, but of NVMe only the same."""
+        own = (directory / LAYOUT).is_file()
+        if own != self._on_nvme:
+            what = "has its optimizer state on NVMe" if own else "has no optimizer state as NVMe needs it"
+            raise InputError(what, where=directory, hint="offload to where it was")
+        if own:
+            self._load_own(directory)
+        else:
+            self.steps = zero.load(directory, self._shares(), self.optimizer, self.stage)["steps"]
+
+    @property
+    def _on_nvme(self) -> bool:
+        return bool(getattr(self.optimizer, "swap_optimizer", False))
+
+    def _shares(self) -> list[zero.Share]:
+        return list(zero.shares(self.optimizer, self.stage, {p: name for name, p in self.trained}))
+
+    def _save_own(self, directory: Path) -> None:
         if not self.rank:
             (directory / LAYOUT).write_text(json.dumps({**self._layout(), "steps": self.steps}))
         frozen = self.spec.lora_rank is not None
         self.engine.save_checkpoint(str(directory), TAG, save_latest=False, exclude_frozen_parameters=frozen)
 
-    def load_state(self, directory: Path) -> None:
-        """What ``save_state`` wrote. Raises InputError for another layout of ranks."""
-        if not (directory / LAYOUT).is_file():
-            raise InputError("holds no state of the deepspeed engine", where=directory)
+    def _load_own(self, directory: Path) -> None:
         state = json.loads((directory / LAYOUT).read_text())
         differ = [f"{name} was {state[name]}, is {now}" for name, now in self._layout().items() if state[name] != now]
         if differ:

@@ -8,9 +8,7 @@ transformers' Trainer turns FSDP into DDP on a CPU without a word; here what was
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mst_core.engine import ranks
+from mst_core.engine import ranks, state_files
 from mst_core.engine.hf import HFEngine
 from mst_core.engine.seam import Batch
-from mst_core.errors import InputError, RunError
+from mst_core.errors import RunError
 from mst_core.runspec import RunSpec
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpEngine(HFEngine):
@@ -56,35 +52,30 @@ class FsdpEngine(HFEngine):
         return ranks.largest(value, self.device)
 
     def save_state(self, directory: Path) -> None:
-        """This rank's rows of the weights that are trained and of AdamW's moments: rank-00000.pt and so on."""
-        state: dict[str, Any] = {"ranks": self.dp_size, "steps": self.steps, "weights": {}, "moments": {}}
-        for name, parameter in self.trained:
-            held = self.optimizer.state[parameter]
-            state["weights"][name] = self._local(parameter.detach())
-            state["moments"][name] = {kind: self._local(held[kind]) for kind in MOMENTS} | {"step": held["step"]}
-        torch.save({**state, "random": torch.get_rng_state()}, directory / _file(self.rank))
+        """This rank's rows of the weights that are trained and of AdamW's moments."""
+        state_files.save(directory, self.rank, self.dp_size, self._parts(), {"steps": self.steps})
 
     def load_state(self, directory: Path) -> None:
-        """What ``save_state`` wrote on any number of ranks: rows are cut anew."""
-        first = _read(directory / _file(0))
-        files = [_read(directory / _file(rank)) for rank in range(first["ranks"])]
-
-        def rows(parameter: Tensor, parts: Sequence[Tensor]) -> Tensor:
-            """This rank's rows of a tensor that is cut along axis 0 into ``parts``."""
-            size = math.ceil(parameter.shape[0] / self.dp_size)
-            held = self._local(parameter).shape[0]
-            return torch.cat(list(parts)).narrow_copy(0, min(self.rank * size, parameter.shape[0]), held)
-
+        """What ``save_state`` wrote on any number of ranks."""
         with torch.no_grad():
-            for name, parameter in self.trained:
-                self._local(parameter).copy_(rows(parameter, [file["weights"][name] for file in files]))
-                held = self.optimizer.state[parameter]
-                held["step"] = first["moments"][name]["step"].clone()
-                for kind in MOMENTS:
-                    held[kind] = torch.zeros_like(parameter)
-                    self._local(held[kind]).copy_(rows(parameter, [file["moments"][name][kind] for file in files]))
-        self.steps = first["steps"]
-        torch.set_rng_state(first["random"])
+            found = state_files.load(directory, self.rank, self.dp_size, self._parts())
+        for name, parameter in self.trained:
+            if name in found.updates:  # of which this rank has rows
+                state_files.count(self.optimizer, parameter, found.updates[name])
+        self.steps = found.facts["steps"]
+
+    def _parts(self) -> list[state_files.Part]:
+        """The rows that this rank holds: fully_shard gives every rank as many, the last ones fewer or none."""
+        parts = []
+        for name, parameter in self.trained:
+            held = {"weight": parameter.detach(), **state_files.moments(self.optimizer, parameter)}
+            rows, columns = parameter.shape[0], math.prod(parameter.shape[1:])
+            first = self.rank * math.ceil(rows / self.dp_size)
+            if first < rows:
+                local = {kind: self._local(value).view(-1, columns) for kind, value in held.items()}
+                updates = state_files.updates(self.optimizer, parameter)
+                parts.append(state_files.Part(name, (rows, columns), first, 0, local, updates))
+        return parts
 
     def close(self) -> None:
         """Leave the world."""
@@ -110,14 +101,3 @@ def _check_sharded(model: torch.nn.Module) -> None:
     if layers < 1 or whole:
         what = f"fully_shard wrapped {layers} decoder layers and left {len(whole)} parameters whole"
         raise RunError(what, hint="this architecture is not known to the fsdp engine; take --engine plain or deepspeed")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InputError("is not there: the state of a rank is missing", where=path)
-    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return found
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"

@@ -32,6 +32,7 @@ LAYOUT = (
     "tp", "pp", "dp", "sp", "vp", "cp", "ep", "etp", "distributed_optimizer", "micro_batch", "recompute",
     "recompute_method", "recompute_num_layers", "recompute_modules", "overlap_grad_reduce", "overlap_param_gather",
     "moe_token_dispatcher_type", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "zero", "offload_optimizer", "offload_param",
 )  # fmt: skip
 """Settings that a run may change when it goes on: another layout of ranks makes the same steps."""
 KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/")

@@ -22,7 +22,7 @@ from mst_core import console, torch_dist
 from mst_core.checkpoint import Staging
 from mst_core.engine import lora as shared_lora
 from mst_core.engine import ranks
-from mst_core.engine.megatron import groups, lora, model, optimizer, state, step
+from mst_core.engine.megatron import groups, lora, model, optimizer, shards, state, step
 from mst_core.engine.megatron.checkpoint import MegatronDir
 from mst_core.engine.megatron.cut import Cut
 from mst_core.engine.megatron.hf import HFDir
@@ -103,11 +103,11 @@ class MegatronEngine:
     def save_state(self, directory: Path) -> None:
         """See state.py."""
         optimizer.finish_gather(self.chunks, self.spec)
-        state.save(directory, self.spec, self.raw, self.optimizer, self.steps)
+        state.save(directory, self._spots(), self.optimizer, self.steps)
 
     def load_state(self, directory: Path) -> None:
         """See state.py."""
-        self.steps = state.load(directory, self.spec, self.raw, self.optimizer)
+        self.steps = state.load(directory, self._spots(), self.optimizer)
 
     def save(self, staging: Staging | None) -> None:
         """A directory of the layout it came from, or a PEFT adapter. Every rank calls it; rank 0 writes."""
@@ -123,6 +123,9 @@ class MegatronEngine:
     def close(self) -> None:
         """Leave the process groups."""
         groups.stop()
+
+    def _spots(self) -> shards.Spots:
+        return lora.spots(self.adapters) if self.adapters else shards.spots(self.raw, self.source.per_layer)
 
     def _share_balance(self, micro_batches: Sequence[Batch]) -> float:
         """Set the coefficient of the load balancing loss for this step; the step's tokens.

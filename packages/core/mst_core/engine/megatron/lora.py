@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from mst_core.engine.lora import lora_init
 from mst_core.engine.megatron import groups
+from mst_core.engine.megatron.shards import Spot, Spots
 from mst_core.families.rules import Dims
 from mst_core.runspec import RunSpec
 
@@ -158,6 +159,27 @@ def gather(adapters: Sequence[Adapters]) -> dict[str, Tensor]:
     )
     dist.gather_object(mine if first else {}, everyone)
     return {name: value for part in everyone or [] for name, value in part.items()}
+
+
+def spots(adapters: Sequence[Adapters]) -> Spots:
+    """Where this rank's part of each factor stands in the whole one."""
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    dp = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    found: Spots = {}
+    for adapter in (part for group in adapters for part in group.parts.values()):
+        if not isinstance(adapter, Adapter):
+            continue
+        for letter, parameter, axis in (("A", adapter.lora_a, 1), ("B", adapter.lora_b, 0)):
+            split = bool(getattr(parameter, "tensor_model_parallel", False))
+            rows, columns = parameter.shape
+            at = [tp * size if split and number == axis else 0 for number, size in enumerate(parameter.shape)]
+            size = parallel_state.get_tensor_model_parallel_world_size() if split else 1
+            whole = (rows * size, columns) if axis == 0 else (rows, columns * size)
+            name = f"{adapter.module}.lora_{letter}"
+            found[parameter] = [Spot(name, whole, at[0], at[1], rows, columns, 0, not split and tp > 0, dp)]
+    return found
 
 
 def _all_gather(value: Tensor) -> list[Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mst_core.engine.megatron.model import dtype_of
 from mst_core.runspec import RunSpec
@@ -85,6 +86,52 @@ def _hooks(config: Any, wrapped: list[Any], optimizer: Any, spec: RunSpec) -> No
 def parts(optimizer: Any) -> list[Any]:
     """Megatron chains an optimizer of experts, and one of each virtual stage, to the first."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+class Held(NamedTuple):
+    """What an optimizer keeps of a parameter on this rank.
+
+    main      fp32, what is stepped: the parameter itself, or a copy, of its elements from ``start`` on
+    inner     torch's optimizer (or a fused one) that steps ``main``
+    sharded   each data parallel rank has other elements
+    """
+
+    parameter: torch.nn.Parameter
+    main: Tensor
+    start: int
+    inner: Any
+    sharded: bool
+
+
+def held(optimizer: Any) -> Iterator[Held]:
+    """Of every parameter that this rank steps, or a part of it."""
+    for one in parts(optimizer):
+        if one.optimizer is None:
+            continue  # nothing to step on this rank
+        sharded = hasattr(one, "shard_fp32_groups")
+        for parameter, main in _pairs(one, sharded):
+            start = one._get_model_param_range_map(parameter)["param"].start if sharded else 0
+            yield Held(parameter, main, start, one.optimizer, sharded)
+
+
+def _pairs(one: Any, sharded: bool) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """(the model's parameter, what is stepped for it)."""
+    if sharded:
+        tables = [
+            (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+            (one.model_fp32_groups, one.shard_fp32_groups),
+        ]
+    elif hasattr(one, "float16_groups"):
+        tables = [
+            (one.float16_groups, one.fp32_from_float16_groups),
+            (one.fp32_from_fp32_groups, one.fp32_from_fp32_groups),
+        ]
+    else:
+        found = [group["params"] for group in one.param_groups]
+        tables = [(found, found)]
+    for models, mains in tables:
+        for model, main in zip(models, mains, strict=True):
+            yield from zip(model, main, strict=True)
 
 
 def scaler_of(optimizer: Any) -> Any:

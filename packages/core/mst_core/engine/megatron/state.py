@@ -1,76 +1,77 @@
-"""The training state of a rank: what it trains, the optimizer's own copies and moments, the random state.
+"""The training state of Megatron ranks by the names of its whole matrices: any layout goes on from any other.
 
-Each rank writes what it holds, so going on is exact whatever the optimizer is (fp32, mixed precision, distributed), and
-bound to the layout of ranks that wrote it.
+Tensor, pipeline, expert and data parallel ranks, with or without the distributed optimizer and whatever the precision:
+each knows which block of which matrix its parameters are (shards.Spot), and which of their elements it steps
+(optimizer.Held). state_files has the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from mst_core.engine.megatron.optimizer import parts, scaler_of
-from mst_core.errors import InputError
-from mst_core.runspec import RunSpec
+from mst_core.engine import state_files
+from mst_core.engine.megatron.optimizer import Held, held, scaler_of
+from mst_core.engine.megatron.shards import Spot, Spots
+from mst_core.engine.state_files import Part
 
-LAYOUT = (
-    "tp", "pp", "vp", "cp", "ep", "expert_tp", "dp", "sp", "distributed_optimizer", "precision",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-)  # fmt: skip
-
-
-def save(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any, steps: int) -> None:
-    """rank-00000.pt and so on."""
-    state = {
-        "layout": {name: getattr(spec, name) for name in LAYOUT},
-        "steps": steps,
-        "weights": {name: p.detach() for name, p in _trained(chunks)},
-        "optimizers": [
-            {"copies": _copies(one), "state": one.optimizer.state_dict()} for one in parts(optimizer) if one.optimizer
-        ],
-        "scale": scaler.state_dict() if (scaler := scaler_of(optimizer)) else None,
-        "random": torch.get_rng_state(),
-    }
-    torch.save(state, directory / _name())
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Their rows are rounded up to a multiple of the tensor parallel size; those beyond the vocabulary are never learnt."""
 
 
-def load(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any) -> int:
-    """What ``save`` wrote on this rank; the steps done. Raises InputError for another layout of ranks."""
-    path = directory / _name()
-    if not path.is_file():
-        raise InputError("the run that is resumed had fewer ranks", where=path, hint="give its layout of ranks")
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    layout = {name: getattr(spec, name) for name in LAYOUT}
-    differ = [f"{name} was {was}, is {layout[name]}" for name, was in state["layout"].items() if was != layout[name]]
-    if differ:
-        raise InputError(f"is of another layout of ranks: {', '.join(differ)}", where=path, hint="give the old one")
-    with torch.no_grad():
-        for name, weight in _trained(chunks):
-            weight.copy_(state["weights"][name])
-        for one, kept in zip((one for one in parts(optimizer) if one.optimizer), state["optimizers"], strict=True):
-            for parameter, copy in zip(_copies(one), kept["copies"], strict=True):
-                parameter.copy_(copy)
-            one.optimizer.load_state_dict(kept["state"])
+def save(directory: Path, spots: Spots, optimizer: Any, steps: int) -> None:
+    """What no rank before this one has."""
+    parts: list[Part] = []
+    for one in held(optimizer):
+        kinds = {"weight": one.main, **state_files.moments(one.inner, one.main)}
+        count = state_files.updates(one.inner, one.main)
+        for spot in spots[one.parameter]:
+            if not spot.replica and (one.sharded or spot.dp_rank == 0):
+                parts += _cut(spot, one.start, kinds, count)
+    facts = {"steps": steps, "scale": _scale(scaler_of(optimizer))}
+    state_files.save(directory, dist.get_rank(), dist.get_world_size(), parts, facts)
+
+
+@torch.no_grad()
+def load(directory: Path, spots: Spots, optimizer: Any) -> int:
+    """Weights and optimizer of this rank from what any layout saved; the steps done. InputError: see state_files."""
+    mine = list(held(optimizer))
+    parts = [part for p, found in spots.items() for spot in found for part in _cut(spot, 0, {"weight": p})]
+    for one in mine:
+        kinds = {"weight": one.main} if _is_copy(one) else {}
+        kinds |= state_files.moments(one.inner, one.main)
+        parts += [part for spot in spots[one.parameter] for part in _cut(spot, one.start, kinds)]
+    found = state_files.load(directory, dist.get_rank(), dist.get_world_size(), parts, PADDED)
+    for one in mine:
+        state_files.count(one.inner, one.main, found.updates[spots[one.parameter][0].name])
     if (scaler := scaler_of(optimizer)) is not None:
-        scaler.load_state_dict(state["scale"])
-    torch.set_rng_state(state["random"])
-    return int(state["steps"])
+        scale = found.facts["scale"]
+        scaler.load_state_dict({**scale, "scale": torch.tensor([scale["scale"]], dtype=torch.float32)})
+    return int(found.facts["steps"])
 
 
-def _trained(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """What is trained, by chunk and name."""
-    for number, chunk in enumerate(chunks):
-        yield from ((f"{number}.{name}", p) for name, p in chunk.named_parameters() if p.requires_grad)
+def _cut(spot: Spot, start: int, kinds: Mapping[str, Tensor], count: float = 0.0) -> Iterator[Part]:
+    """The part of a spot in ``kinds``: elements of the parameter from ``start`` on."""
+    flat = {kind: value.detach().view(-1) for kind, value in kinds.items()}
+    first = max(spot.start, start)
+    last = min(spot.start + spot.rows * spot.columns, start + next(iter(flat.values())).numel())
+    if first < last:
+        inside = {kind: value[first - start : last - start] for kind, value in flat.items()}
+        at = (spot.row, spot.column)
+        yield from state_files.cut(spot.name, spot.whole, at, spot.columns, first - spot.start, inside, count)
 
 
-def _copies(one: Any) -> list[torch.Tensor]:
-    """What the inner optimizer steps: the weights, or fp32 copies (of this rank's shard)."""
-    return [p.detach() for group in one.optimizer.param_groups for p in group["params"]]
+def _is_copy(one: Held) -> bool:
+    """Whether what is stepped has memory of its own: filling the parameter does not fill it."""
+    inside = one.start * one.parameter.element_size()
+    return one.main.data_ptr() != one.parameter.data_ptr() + inside
 
 
-def _name() -> str:
-    return f"rank-{dist.get_rank():05d}.pt"
+def _scale(scaler: Any) -> dict[str, Any] | None:
+    """The loss scale of fp16, as JSON has it."""
+    return None if scaler is None else {**scaler.state_dict(), "scale": float(scaler.state_dict()["scale"])}
