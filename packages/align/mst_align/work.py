@@ -10,7 +10,7 @@ from mst_core import devices
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import taken
-from mst_core.engine import launch, run
+from mst_core.engine import grow, launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
 
@@ -19,6 +19,7 @@ Pairs = load.Loaded[tuple[Sample, Sample]]
 
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
+    plan = grow.prepared(spec, plan)
     loaded, evaluated = rows(spec, plan)
     if launch.leads():
         loaded.report("training rows")

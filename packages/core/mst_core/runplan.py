@@ -18,6 +18,7 @@ from mst_core import (
     resume,
     tensors,
     torch_dist,
+    vocabulary,
 )
 from mst_core.data import render, rows, sources
 from mst_core.data.sources import Source
@@ -86,6 +87,8 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
         check_layout(model, spec, model_dir)
     if spec.lora_rank is not None:
         check_lora(model, spec)
+    if spec.add_tokens:
+        _check_tokens(spec, layout, model_dir)
     if template and not render.has_template(model_dir):
         raise InputError("its tokenizer has no chat template", where=hf, hint=render.TEMPLATE_HINT)
     data = sources.resolve(spec.data)
@@ -101,7 +104,7 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
         if spec.steps or (counted and lines is not None)
         else "known when the rows are read"
     )
-    what = "all weights"
+    what = "all weights" + (" and new tokens" if spec.add_tokens else "")
     what = what if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
     return RunPlan(
         title=title,
@@ -239,6 +242,16 @@ def check_lora(model: families.Model, spec: RunSpec) -> list[lora_sites.Site]:
         what = "--lora-dora: PEFT has no DoRA for the layers of experts and those beside them"
         raise SettingsError(what, hint=f"--lora-targets {','.join(layers)}")
     return found
+
+
+def _check_tokens(spec: RunSpec, layout: str, model_dir: Path) -> None:
+    """--add-tokens, as far as files tell."""
+    tokens = vocabulary.asked(spec.add_tokens)
+    if layout == "megatron":
+        to = f"{model_dir}-hf"
+        hint = f"mst-convert --model {model_dir} --to hf --out {to}, and --model {to} --engine megatron"
+        raise InputError("--add-tokens grows Hugging Face directories only", where=model_dir, hint=hint)
+    vocabulary.check(tokens, model_dir)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -31,6 +31,9 @@ class RunSpec(Spec):
     num_samples: int | None = Field(None, ge=1, description="rows of an epoch (default: all)")
     out: Path = Field(description="the directory that comes out")
     cache: Path = Field(Path("~/.cache/mst"), description="tokenised rows, by what they were made from")
+    add_tokens: tuple[str, ...] = Field(
+        (), description="tokens that the vocabulary gets before training: each as it is, or files of one a line"
+    )
     seed: int = Field(0, ge=0, description="order of rows, initialisation")
     bad_rows: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"
@@ -229,6 +232,10 @@ class RunSpec(Spec):
             raise ValueError("--lora-alpha and --lora-targets need --lora-rank")
         if self.lora_rank is None and (self.lora_rslora or self.lora_dora or self.qlora):
             raise ValueError("--lora-rslora, --lora-dora and --qlora need --lora-rank")
+        if self.lora_rank is not None and self.add_tokens:
+            raise ValueError(
+                "--add-tokens trains rows of the embedding, which an adapter does not hold: without --lora-rank"
+            )
         if self.qlora and (reason := NO_QLORA.get(self.engine)):
             raise ValueError(f"--qlora: {reason}")
         if self.lora_dora and self.engine == "megatron":

@@ -25,7 +25,7 @@ from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
-    "zero", "offload", "deepspeed", "recompute",
+    "zero", "offload", "deepspeed", "recompute", "add_tokens",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = (
