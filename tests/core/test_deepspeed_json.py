@@ -98,6 +98,7 @@ def test_what_contradicts_is_named(given: dict[str, Any], says: str) -> None:
         ({"zero": 0, "precision": "bf16"}, "was seen to diverge"),
         ({"zero": 2, "offload": "all"}, "which ZeRO 2 does not shard"),
         ({"zero": 0, "offload": "optimizer"}, "--offload needs sharded optimizer state"),
+        ({"zero": 3, "lora_rank": 2, "qlora": "nf4"}, "--qlora: ZeRO 3 cuts weights into parts"),
         ({"deepspeed": Path("none.json")}, "none.json: --deepspeed: No such file"),
     ],
 )

@@ -20,7 +20,7 @@ from mst_core.data.render import Sample
 from mst_core.engine import loop, lora, schedule
 from mst_core.engine.plain import PlainEngine
 from mst_core.engine.seam import Batch, Objective, weights
-from mst_core.errors import SettingsError, Stopped
+from mst_core.errors import Stopped
 from mst_core.runspec import RunSpec
 from mst_train.objective import SFT
 
@@ -86,15 +86,12 @@ def test_lora_starts_the_same_wherever_it_starts() -> None:
 GOLDEN = [0.0894776, 0.10215311, -0.02869478]
 
 
-def test_lora_targets() -> None:
-    assert lora.targets(["all-linear"]) == list(lora.LINEAR)
-    assert lora.targets(["v_proj", "q_proj"]) == ["q_proj", "v_proj"]
-    with pytest.raises(SettingsError):
-        lora.targets(["lm_head"])
-    with pytest.raises(SettingsError, match=r"no module 'q_porj'; did you mean q_proj\?.*down_proj"):
-        RunSpec.parse(["--model", "m", "--data", "d", "--out", "o", "--lora-rank", "4", "--lora-targets", "q_porj"])
-    assert spec_of(lora_rank=4).targets == list(lora.LINEAR)
-    assert spec_of(lora_rank=4).alpha == 8
+def test_the_scale_of_lora() -> None:
+    assert (spec_of(lora_rank=4).alpha, spec_of(lora_rank=4).lora_scale) == (8, 2)
+    assert spec_of(lora_rank=4, lora_alpha=12.0).lora_scale == 3
+    assert spec_of(lora_rank=4, lora_alpha=12.0, lora_rslora=True).lora_scale == 6
+    flags = ["--model", "m", "--data", "d", "--out", "o", "--lora-rank", "16", "--use-rslora", "--lora-alpha", "2"]
+    assert RunSpec.parse(flags).lora_scale == 0.5
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])

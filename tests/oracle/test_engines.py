@@ -5,6 +5,7 @@ One launch runs all cases (and one more those that are slow); the tests read wha
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -28,30 +29,43 @@ from tests.oracle import megatron_ranks as contract
 from tests.oracle.resume_ranks import state_of
 
 VOCAB = 330
+CUT = {"stage3_param_persistence_threshold": 0}
+"""ZeRO 3 would keep parameters of these sizes whole."""
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp": {"engine": "fsdp"},
-    **{f"zero{stage}": {"engine": "deepspeed", "zero": stage} for stage in range(4)},
+    **{f"zero{stage}": {"engine": "deepspeed", "zero": stage} for stage in range(3)},
+    "zero3": {"engine": "deepspeed", "zero": 3, "deepspeed": {"zero_optimization": CUT}},
     "zero2-offload": {"engine": "deepspeed", "zero": 2, "offload": "optimizer"},
     "zero3-offload": {"engine": "deepspeed", "zero": 3, "offload": "all"},
 }
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
 HALF = {"precision": "bf16"}
+QUANT = ("qlora",) if importlib.util.find_spec("bitsandbytes") else ()
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 KINDS: dict[str, dict[str, Any]] = {
     "sft-1": {"objective": "sft", "micro": 1, "save": True},
     "sft-2": {"objective": "sft", "micro": 2, "more": {"clip_grad": 0.0}},
     "recompute": {"objective": "sft", "micro": 2, "more": {"recompute": "full"}, "resume": True},
     "dpo": {"objective": "dpo", "micro": 2},
     "lora": {"objective": "dpo", "micro": 2, "more": LORA, "save": True, "resume": True},
+    "dora": {"objective": "sft", "micro": 2, "more": {**LORA, "lora_dora": True, "lora_rslora": True}, "save": True},
+    "moe": {"objective": "sft", "micro": 2, "save": True, "resume": True},
+    "moe-lora": {"objective": "sft", "micro": 2, "more": LORA, "save": True},
+    **({"qlora": {"objective": "sft", "micro": 2, "more": {**LORA, "qlora": "nf4"}, "save": True}} if QUANT else {}),
     "bf16": {"objective": "sft", "micro": 2, "more": HALF, "save": True, "resume": True},
     "bf16-lora": {"objective": "dpo", "micro": 2, "more": {**HALF, **LORA}, "save": True},
     "refuse": {"objective": "sft", "micro": 2, "refuse": True},
 }
 QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
-    "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/sft-1",
+    "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
+    "zero2/qlora", "zero3/moe-lora",
+    "zero3/sft-1", "zero3/moe",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
-ALL = [f"{engine}/{kind}" for engine in ENGINES for kind in KINDS if engine != "zero0" or "bf16" not in kind]
+NOT = {"zero0": ("bf16", "bf16-lora"), "fsdp": ("qlora",), "zero3": ("qlora",), "zero3-offload": ("qlora",)}
+"""Refused in the plan."""
+ALL = [f"{engine}/{kind}" for engine in ENGINES for kind in KINDS if kind not in NOT.get(engine, ())]
 
 
 def cases(*kinds: str) -> list[Any]:
@@ -75,7 +89,7 @@ class Ran:
     """Findings by name, from one launch for the quick cases and one for all others."""
 
     def __init__(self, model: Path, where: Path) -> None:
-        self.model, self.where, self.half = model, where, model
+        self.model, self.where, self.half, self.moe, self.even = model, where, model, model, model
         self.found: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, name: str) -> dict[str, Any]:
@@ -90,7 +104,9 @@ class Ran:
         return first
 
     def case(self, name: str) -> dict[str, Any]:
-        return case_of(name, self.half if "bf16" in name else self.model, self.where)
+        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even}
+        model = next((model for kind, model in own.items() if kind in name), self.model)
+        return case_of(name, model, self.where)
 
     def _launch(self, names: list[str]) -> None:
         plan = {"out": str(self.where), "cases": {name: self.case(name) for name in names}}
@@ -109,6 +125,8 @@ class Ran:
 def ran(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Ran:
     found = Ran(tiny_hf("llama"), tmp_path_factory.mktemp("engines"))
     found.half = tiny_hf("llama", dtype="bfloat16")
+    found.even = tiny_hf("llama", intermediate_size=128)
+    found.moe = tiny_hf("qwen3_moe", **EXPERTS)
     return found
 
 
@@ -119,7 +137,11 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
 
     def play(name: str) -> tuple[PlainEngine, dict[str, Any]]:
         case = ran.case(name)
-        alone = {key: value for key, value in case["settings"].items() if key not in ("engine", "zero", "offload")}
+        alone = {
+            key: value
+            for key, value in case["settings"].items()
+            if key not in ("engine", "zero", "offload", "deepspeed")
+        }
         kind = name.partition("/")[2]
         if kind not in made:
             one = {**case, "settings": alone}
@@ -130,7 +152,9 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
     return play
 
 
-@pytest.mark.parametrize("name", cases("sft-1", "sft-2", "recompute", "dpo", "lora"))
+@pytest.mark.parametrize(
+    "name", cases("sft-1", "sft-2", "recompute", "dpo", "lora", "dora", "moe", "moe-lora", "qlora")
+)
 def test_five_steps_equal_the_plain_engine(ran: Ran, plain: Any, name: str) -> None:
     found, wanted = ran(name), plain(name)[1]
     for step, expected in zip(found["steps"], wanted["steps"], strict=True):
@@ -159,14 +183,14 @@ def test_the_first_dpo_loss_is_ln_2(ran: Ran, name: str) -> None:
     assert abs(ran(name)["steps"][0]["loss"] - math.log(2)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", cases("lora", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("lora", "dora", "moe-lora", "bf16-lora"))
 def test_the_adapter_off_is_the_base(ran: Ran, name: str) -> None:
     found = ran(name)
     assert torch.equal(found["reference"], found["before"])
     assert not torch.equal(found["after"], found["before"])
 
 
-@pytest.mark.parametrize("name", cases("sft-1", "lora", "bf16", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("sft-1", "lora", "dora", "moe", "moe-lora", "bf16", "bf16-lora"))
 def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes the same, fp32 values near; bf16 weights within an update or two."""
     ran(name)
@@ -182,7 +206,7 @@ def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name
         assert (found[key].float() - value.float()).abs().max() <= limit, key
 
 
-@pytest.mark.parametrize("name", cases("recompute", "lora", "bf16"))
+@pytest.mark.parametrize("name", cases("recompute", "lora", "moe", "bf16"))
 def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     found = ran(name)["resumed"]
     assert found["same"]

@@ -19,18 +19,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mst_convert import plan as planning
 from mst_convert import work as working
 from mst_convert.spec import ConvertSpec
+from mst_core.engine import lora
 from mst_core.engine.batches import positions
 from mst_core.engine.hf import token_logp
 from mst_core.engine.plain import PlainEngine
 from mst_core.engine.seam import Batch, Objective, Term
 from mst_train.objective import SFT
 from tests.conftest import make_hf
+from tests.oracle.test_merge_peft import merge
 
 HERE = Path(__file__).parent
 loader = importlib.util.spec_from_file_location("megatron_ranks", HERE / "megatron_ranks.py")
@@ -48,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixed": {"family": "qwen3_moe", **FOUR, "head_dim": 32, "norm_topk_prob": False, "decoder_sparse_step": 2},
     "qwen2-moe": {"family": "qwen2_moe", **FOUR, "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
     "mixtral": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"family": "phi3"},
     "deepseek": {
         "family": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
@@ -71,6 +75,7 @@ KEPT = (
     "lora_rank",
     "lora_alpha",
     "lora_targets",
+    "lora_rslora",
     "epochs",
 )
 """Settings that the plain engine has too."""
@@ -88,8 +93,6 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2-ep2": ("mixed", 4, {"pp": 2, "ep": 2}),
     "ep2-edp2-dist": ("qwen3-moe", 4, {"ep": 2, **DIST}),
     "mla-ep2": ("deepseek", 2, {"ep": 2}),
-    "lora-ep2": ("qwen3-moe", 2, {"ep": 2, "lora_rank": 4, "lora_targets": ("q_proj", "o_proj")}),
-    "lora-mla": ("deepseek", 2, {"ep": 2, "lora_rank": 4, "lora_targets": ("o_proj",)}),
     "lora-hf-vp2": ("llama", 2, {"pp": 2, "vp": 2, "lora_rank": 4}),
     "vp2": ("llama", 2, {"pp": 2, "vp": 2}),
     "vp2-odd": ("llama", 2, {"pp": 2, "vp": 2, "micro_batch": 8}),
@@ -120,8 +123,22 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "overlap-gather": ("qwen3-moe", 2, {"ep": 2, **AHEAD}),
     "overlap-gather-vp2": ("llama", 4, {"pp": 2, "vp": 2, **AHEAD}),
 }
-
-
+LORA: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "lora-ep2": ("qwen3-moe", 2, {"ep": 2, "lora_rank": 4}),
+    "lora-etp2": ("qwen3-moe", 2, {"etp": 2, "lora_rank": 4, "lora_rslora": True}),
+    "lora-etp1": ("qwen3-moe", 2, {**TP, "ep": 2, "etp": 1, "lora_rank": 3}),
+    "lora-tp2-ep2": ("qwen2-moe", 4, {**TP, "ep": 2, **DIST, "lora_rank": 4}),
+    "lora-ep2-edp2": ("qwen3-moe", 4, {"ep": 2, **DIST, "lora_rank": 4, "recompute": "full"}),
+    "lora-mixed-pp2": ("mixed", 2, {"pp": 2, "lora_rank": 4}),
+    "lora-mixtral": ("mixtral", 2, {
+        "ep": 2, "moe_token_dispatcher_type": "allgather", "lora_rank": 4,
+        "lora_targets": ("experts.down_proj", "q_proj"),
+    }),
+    "lora-shared": ("qwen2-moe", 2, {"ep": 2, "lora_rank": 4, "lora_targets": ("up_proj", "shared_expert.down_proj")}),
+    "lora-mla": ("deepseek", 2, {"ep": 2, "lora_rank": 4}),
+    "lora-fused": ("phi3", 2, {**TP, "lora_rank": 4}),
+}  # fmt: skip
+"""Adapters on layers of experts, beside them, and fused in the directory; saved."""
 SAVED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "save-tp2-ep2": ("qwen2-moe", 4, {**TP, "ep": 2}),
     "save-pp2-vp2-ep2": ("mixed", 4, {"pp": 2, "vp": 2, "ep": 2}),
@@ -163,14 +180,14 @@ COEFFICIENT = 0.05
 
 def cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for name, (base, world, settings) in {**EQUAL, **SAVED, **UNTOUCHED, **BALANCED, **HALF, **OTHERS}.items():
+    for name, (base, world, settings) in {**EQUAL, **LORA, **SAVED, **UNTOUCHED, **BALANCED, **HALF, **OTHERS}.items():
         objective = "dpo" if name.endswith("-dpo") else "sft"
         if name in BALANCED:
             settings = {**settings, "moe_aux_loss_coeff": COEFFICIENT}
         found[name] = {
             "base": base, "world": world, "objective": objective, "steps": 0 if name in UNTOUCHED else 5,
             "rows": 2 if objective == "dpo" else 1, "settings": {"micro_batch": 2, **settings},
-            "from_hf": "hf" in name.split("-"), "save": name in SAVED or name in UNTOUCHED,
+            "from_hf": "hf" in name.split("-"), "save": name in (SAVED | UNTOUCHED | LORA),
             "packed": name.startswith("pack-"),
             "does": name.split("-")[0] if name in OTHERS else None,
         }  # fmt: skip
@@ -179,7 +196,8 @@ def cases() -> dict[str, dict[str, Any]]:
 
 CASES = cases()
 SLOW = (
-    "ep2-dist", "experts-tp2", "tp2-ep2-allgather", "lora-mla", "vp2-dp2-dist", "cp2-mla", "cp2-pp2", "cp2-dp2-dist",
+    "ep2-dist", "experts-tp2", "tp2-ep2-allgather", "lora-ep2-edp2", "vp2-dp2-dist", "cp2-mla", "cp2-pp2",
+    "cp2-dp2-dist",
     "last1", "recompute-block", "overlap-gather-vp2", "save-gather", "hf-mla", "hf-pp2-ep2", "same-hf-tied",
     "balance-tp2", "balance-vp2", "half-fp16-ep2",
 )  # fmt: skip
@@ -195,14 +213,6 @@ def convert(**settings: Any) -> Path:
     spec = ConvertSpec(**settings)
     working.work(spec, planning.plan(spec))
     return spec.out
-
-
-def in_memory_names(directory: Path, out: Path) -> Path:
-    """The model under the names that transformers has in memory (experts stacked), which PlainEngine wants."""
-    shutil.copytree(directory, out)
-    state = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
-    save_file({name: tensor.clone() for name, tensor in state.items()}, out / "model.safetensors")
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +252,9 @@ def ran(
 
 
 @pytest.fixture(scope="module")
-def plain(hf: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """``plain(name)``: the case on the plain engine; the layout falls away."""
-    where, made, stacked = tmp_path_factory.mktemp("plain"), dict[str, dict[str, Any]](), dict[str, Path]()
+def plain(hf: dict[str, Path]) -> Callable[..., dict[str, Any]]:
+    """``plain(name)``: the case on the plain engine, and that engine; the layout falls away."""
+    made = dict[str, dict[str, Any]]()
 
     def play(name: str, **changes: Any) -> dict[str, Any]:
         case = CASES[name]
@@ -257,12 +267,11 @@ def plain(hf: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Call
             **changes,
         }  # packed: as if each were alone
         key = json.dumps([one[part] for part in ("base", "settings", "objective", "steps", "does")])
-        if case["base"] not in stacked:
-            stacked[case["base"]] = in_memory_names(hf[case["base"]], where / case["base"])
         if key not in made:
-            one["model"] = str(stacked[case["base"]])
-            engine = PlainEngine(ranks.spec_of(one), stacked[case["base"]])
+            one["model"] = str(hf[case["base"]])
+            engine = PlainEngine(ranks.spec_of(one), hf[case["base"]])
             made[key] = {"fit": ranks.fit, "overflow": ranks.overflow}.get(one["does"], ranks.play)(engine, one)
+            made[key]["engine"] = engine
         return made[key]
 
     return play
@@ -294,7 +303,7 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", named([*EQUAL, *SAVED]))
+@pytest.mark.parametrize("name", named([*EQUAL, *LORA, *SAVED]))
 def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name: str) -> None:
     found, wanted = found_of(ran, name), plain(name)
     assert found["steps"][0].keys() == wanted["steps"][0].keys()
@@ -318,6 +327,36 @@ def test_the_first_token_of_a_packed_sample_has_no_probability(ran: dict[str, An
     found = found_of(ran, name)["packed"]
     assert found[positions(batch) == 0].abs().max() == 0.0
     assert (found[batch.mask_BT != 0] < 0).all()
+
+
+@pytest.mark.parametrize("name", named(LORA))
+def test_the_adapter_is_what_peft_reads_and_mst_merge_merges(
+    ran: dict[str, Any], plain: Any, hf: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    wanted, base = found_of(ran, name)["after"], hf[CASES[name]["base"]]
+    only = tmp_path / "adapter"  # without the manifest of ranks.save
+    only.mkdir()
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(Path(CASES[name]["save"]) / file, only)
+    engine, found = plain(name)["engine"], load_file(only / "adapter_model.safetensors")
+    shapes = {lora.peft_name(key): parameter.shape for key, parameter in engine.trained}
+    assert {key: tensor.shape for key, tensor in found.items()} == shapes
+    for key, parameter in engine.trained:
+        assert (found[lora.peft_name(key)] - parameter).abs().max() <= 1e-4, key
+    config = json.loads((only / "adapter_config.json").read_text())
+    assert config == lora.config_of(engine.spec, engine.known, engine.sites)
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), only)
+    assert (logp_of(read) - wanted).abs().max() <= 1e-5
+    merge(base, only, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (logp_of(merged) - wanted).abs().max() <= 1e-4
+    assert (logp_of(merged) - found_of(ran, name)["before"]).abs().max() > 0.01
+
+
+def logp_of(model: Any) -> torch.Tensor:
+    probe = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0]
+    with torch.no_grad():
+        return token_logp(model(input_ids=probe.tokens_BT).logits, probe.tokens_BT) * probe.mask_BT
 
 
 def saved_as_hf(name: str) -> Path:
@@ -420,11 +459,11 @@ class Balanced(PlainEngine):
 
 @pytest.mark.parametrize("name", named(BALANCED))
 def test_the_load_balancing_loss(
-    ran: dict[str, Any], hf: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    ran: dict[str, Any], hf: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     settings = {key: value for key, value in case["settings"].items() if key in KEPT}
-    where = in_memory_names(hf[case["base"]], tmp_path / "plain")
+    where = hf[case["base"]]
     one = {**case, "settings": settings, "model": str(where), "objective": "balanced"}
     engine = Balanced(ranks.spec_of(one), where)
     monkeypatch.setitem(ranks.OBJECTIVES, "balanced", engine.objective())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from mst_core.engine.seam import Batch
 from mst_core.errors import InputError
 from mst_core.runspec import RunSpec
 from mst_train.objective import SFT
+from tests.oracle.test_merge_peft import merge
 
 
 def spec_of(**settings: Any) -> RunSpec:
@@ -138,14 +140,22 @@ def test_a_tensor_that_would_be_lost_is_refused_before_the_run(tiny_hf: Callable
         PlainEngine(spec_of(), model)
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"lora_targets": ("q_proj", "down_proj")}),
+        ("qwen2", {"lora_rslora": True}),
+        ("qwen2", {"lora_dora": True}),
+        ("llama", {"lora_dora": True, "lora_rslora": True, "lora_targets": ("v_proj", "up_proj")}),
+    ],
+)
 def test_peft_reads_and_merges_the_adapter(
-    tiny_hf: Callable[..., Path], tmp_path: Path, targets: tuple[str, ...]
+    tiny_hf: Callable[..., Path], tmp_path: Path, family: str, more: dict[str, Any]
 ) -> None:
-    from peft import PeftModel
-
-    model = tiny_hf("qwen2")
-    spec, pairs = spec_of(lora_rank=4, lora_alpha=12.0, lora_targets=targets, lr=5e-3), units_of(4, 2)
+    """So does mst-merge."""
+    model = tiny_hf(family)
+    spec, pairs = spec_of(lora_rank=4, lora_alpha=12.0, lr=5e-3, **more), units_of(4, 2)
     engine = PlainEngine(spec, model)
     objective = of_pairs(choose("dpo", {"beta": 0.5}))
     references = loop._references(engine, objective, pairs, spec, "reference")
@@ -153,14 +163,89 @@ def test_peft_reads_and_merges_the_adapter(
         engine.step(loop.micro_batches(pairs, engine, spec, references), objective, spec.lr)
     out = saved(engine, tmp_path / "adapter")
     tensors = load_file(out / "adapter_model.safetensors")
-    assert len(tensors) == 2 * 4 * (7 if targets == ("all-linear",) else 2)
+    assert len(tensors) == (3 if spec.lora_dora else 2) * 4 * (2 if "lora_targets" in more else 7)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     batch = loop._collate(pairs, None)
     wanted = engine.score(batch)
     assert (wanted - engine.score(batch, reference=True)).abs().max() > 0.1
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), out)
     assert (_logp(peft, batch) - wanted).abs().max() <= 1e-5
+    scales = {module.scaling["default"] for module in peft.modules() if hasattr(module, "lora_A")}
+    assert scales == {6.0 if spec.lora_rslora else 3.0}
+    merge(model, without_manifest(out, tmp_path / "only"), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (_logp(merged, batch) - wanted).abs().max() <= 1e-4
     assert (_logp(peft.merge_and_unload(), batch) - wanted).abs().max() <= 1e-4
+
+
+def test_dora_starts_at_the_base_and_moves_its_magnitudes(tiny_hf: Callable[..., Path]) -> None:
+    spec, units = spec_of(lora_rank=2, lora_dora=True, lr=1e-2), units_of(4)
+    engine, model = PlainEngine(spec, tiny_hf("llama")), load_file(tiny_hf("llama") / "model.safetensors")
+    magnitudes = {name: p for name, p in engine.trained if "magnitude" in name}
+    assert len(magnitudes) == 7 * 4
+    name = "model.layers.2.mlp.up_proj"
+    one = magnitudes[f"base_model.model.{name}.lora_magnitude_vector.default.weight"]
+    norms = model[f"{name}.weight"].norm(dim=1)  # of each output, DoRA's section 4.1
+    assert torch.allclose(one, norms, rtol=1e-6)
+    batch = loop._collate(units, None)
+    assert (engine.score(batch) - engine.score(batch, reference=True)).abs().max() <= 1e-5
+    engine.step(loop.micro_batches(units, engine, spec, None), SFT, spec.lr)
+    assert (one - norms).abs().max() > 5e-3
+    assert all(p.ndim < 2 for p in engine.optimizer.param_groups[1]["params"])  # not decayed
+    assert {id(p) for p in magnitudes.values()} == {id(p) for p in engine.optimizer.param_groups[1]["params"]}
+
+
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 32, "decoder_sparse_step": 2, "tie_word_embeddings": False},
+    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_families_whose_names_or_attention_are_their_own(
+    tiny_hf: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    """Experts that transformers stacks in memory, soft-capped attention: the steps are torch's, the files their own."""
+    source = tiny_hf(family, dtype="bfloat16", **EXPERTS[family])
+    out = saved(PlainEngine(spec_of(), source), tmp_path / "untouched")
+    first, second = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+    spec, units = spec_of(clip_grad=0.0, weight_decay=0.0), units_of(8)
+    engine = PlainEngine(spec, source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    model.get_input_embeddings().padding_idx = None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    whole = loop._collate(units, None)
+    labels_BT = whole.tokens_BT.masked_fill(whole.mask_BT == 0, -100)
+    attention_BT = (torch.arange(labels_BT.shape[1]) < whole.lengths_B[:, None]).long()
+    for _ in range(3):
+        found = engine.step(loop.micro_batches(units, engine, spec, None), SFT, spec.lr)
+        optimizer.zero_grad()
+        loss = model(input_ids=whole.tokens_BT, attention_mask=attention_BT, labels=labels_BT).loss
+        loss.backward()
+        optimizer.step()
+        assert found["loss"] == pytest.approx(float(loss), abs=1e-5)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    ours = load_file(saved(engine, tmp_path / "ours") / "model.safetensors")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == torch.bfloat16
+        assert (ours[name].float() - tensor.float()).abs().max() <= 1e-2, name
+    assert sum(not torch.equal(ours[name], first[name]) for name in ours) > 0.9 * len(ours)
+
+
+def without_manifest(adapter: Path, out: Path) -> Path:
+    """PEFT's two files alone."""
+    out.mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(adapter / name, out)
+    return out
 
 
 def _logp(model: Any, batch: Batch) -> torch.Tensor:

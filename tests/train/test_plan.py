@@ -112,34 +112,29 @@ SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 50,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
-LORA: dict[str, tuple[dict[str, Any], str, str | None]] = {
-    "Phi3ForCausalLM": ({}, "gate_proj, up_proj, but qkv_proj, gate_up_proj", "o_proj,down_proj"),
-    "GlmForCausalLM": ({}, "gate_proj, up_proj, but gate_up_proj", "q_proj,k_proj,v_proj,o_proj,down_proj"),
-    "BaichuanForCausalLM": (
-        {"max_position_embeddings": 64, "num_key_value_heads": 4},
-        "q_proj, k_proj, v_proj, but W_pack",
-        "o_proj,gate_proj,up_proj,down_proj",
-    ),
-    "InternLM2ForCausalLM": ({}, "but wqkv, wo, w1, w3, w2", None),
-    "Qwen3MoeForCausalLM": (EXPERTS, "gate_proj, up_proj, down_proj, but gate", "q_proj,k_proj,v_proj,o_proj"),
-}  # fmt: skip
+FUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Phi3ForCausalLM": ({}, "qkv_proj"),
+    "InternLM2ForCausalLM": ({}, "wqkv"),
+    "Qwen3MoeForCausalLM": ({"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}, "gate_up_proj"),
+}
 
 
-@pytest.mark.parametrize("architecture", LORA)
+@pytest.mark.parametrize("architecture", FUSED)
 def test_lora_on_layers_that_are_fused(model: Path, data: Path, architecture: str) -> None:
-    """q, k, v of one module would have an A each, which no PEFT module of rank r can hold."""
-    config, says, left = LORA[architecture]
+    config, fused = FUSED[architecture]
     full = {"architectures": [architecture], **SIZES, **config}
     (model / "config.json").write_text(json.dumps(full))
     made = family_for(full).model(full)
     save_file({spec.name: torch.zeros(spec.shape) for spec in made.hf_tensors()}, model / "model.safetensors")
-    error = refused(model, data, lora_rank=4)
-    assert isinstance(error, InputError)
-    assert says in str(error)
-    assert str(error.hint) == (f"--lora-targets {left}, or " if left else "") + "train all weights: without --lora-rank"
-    if left:
-        assert plan(settings(model, data, lora_rank=4, lora_targets=tuple(left.split(",")))).engine == "plain"
+    for targets in (("all-linear",), (fused,)):
+        assert plan(settings(model, data, lora_rank=4, lora_targets=targets)).engine == "plain"
+    error = refused(model, data, lora_rank=4, lora_targets=("gate_proj",))
+    assert isinstance(error, SettingsError)
+    assert f"{architecture} has no layer gate_proj" in str(error)
+    assert fused in str(error.hint)
+    if "Moe" in architecture:
+        error = refused(model, data, lora_rank=4, lora_dora=True)
+        assert error.hint == "--lora-targets q_proj,k_proj,v_proj,o_proj"
 
 
 def test_files_of_rows(model: Path, data: Path) -> None:
@@ -152,8 +147,9 @@ def test_files_of_rows(model: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"lora_rank": 4, "lora_targets": ("q_prj",)}, "did you mean q_proj?"),
         ({"lora_alpha": 8.0}, "need --lora-rank"),
+        ({"lora_rslora": True}, "--lora-rslora, --lora-dora and --qlora need --lora-rank"),
+        ({"lora_rank": 2, "lora_dora": True, "engine": "megatron"}, "--lora-dora: the megatron engine has no DoRA"),
         ({"steps": 1, "epochs": 1}, "contradict"),
         ({"engine": "plain", "pp": 2}, "--engine plain has no --pp: it needs megatron"),
         ({"engine": "plain", "nproc": 2}, "--engine plain is one process"),

@@ -12,7 +12,7 @@ from mst_core import console, devices
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import Source, taken
-from mst_core.engine import launch, run
+from mst_core.engine import grow, launch, run
 from mst_core.engine.batches import Singles
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
@@ -24,6 +24,7 @@ BALANCED = (1.0, 4 / 3)
 
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
+    plan = grow.prepared(spec, plan)
     loaded, evaluated = rows(spec, plan)
     if launch.leads():
         loaded.report("training rows")

@@ -43,6 +43,9 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     if spec.precision == "bf16" and stage == 0:
         what = "DeepSpeed's bf16 without sharding (ZeRO 0) accumulates gradients in bf16, and was seen to diverge"
         raise SettingsError(what, hint="--zero 1 (or 2, 3), or --precision fp32")
+    if spec.qlora and stage == 3:
+        what = "--qlora: ZeRO 3 cuts weights into parts, which 4-bit ones with their scales are not made for"
+        raise SettingsError(what, hint="--zero 2 or less, or --engine plain")
     if spec.offload == "all" and stage != 3:
         raise SettingsError(
             f"--offload all keeps weights in CPU memory, which ZeRO {stage} does not shard", hint="--zero 3"

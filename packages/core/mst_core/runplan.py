@@ -7,12 +7,24 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mst_core import checkpoint, deepspeed_json, families, hub, manifest, megatron_names, resume, tensors, torch_dist
+from mst_core import (
+    checkpoint,
+    deepspeed_json,
+    families,
+    hub,
+    lora_sites,
+    manifest,
+    megatron_names,
+    resume,
+    tensors,
+    torch_dist,
+    vocabulary,
+)
 from mst_core.data import render, rows, sources
 from mst_core.data.sources import Source
 from mst_core.errors import InputError, SettingsError
 from mst_core.parallel.layout import check_layout
-from mst_core.runspec import LINEAR, RunSpec
+from mst_core.runspec import NO_DORA, NO_QLORA, RunSpec
 from mst_core.spec import Plan
 from mst_core.tensors import TensorRef
 
@@ -63,14 +75,10 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
     engine = engine_for(spec, layout, model_dir)
     hf = model_dir / "hf" if layout == "megatron" else model_dir
     config = tensors.config(hf)
-    family = families.family_for(config, str(hf / "config.json"))
-    found = tensors.headers(model_dir) if layout == "hf" else {}
-    if layout == "megatron":
-        stored = torch_dist.metadata(torch_dist.checkpoint_dir(model_dir))
-        model = megatron_names.model_of(family, config, stored, str(hf / "config.json"))
-    else:
-        model = family.model(config, str(hf / "config.json"), names=found)
-        _check_tensors(found, model, model_dir)
+    model = open_model(model_dir, layout)
+    family = model.family
+    if layout == "hf":
+        _check_tensors(tensors.headers(model_dir), model, model_dir)
     if engine == "megatron":
         groups = family.megatron(config, str(hf / "config.json"))
         if "softmax_type" in groups["transformer"] or family.carried:
@@ -78,7 +86,9 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
             raise InputError(what, where=model_dir, hint=f"mst-convert --model {model_dir} --to hf, and --engine plain")
         check_layout(model, spec, model_dir)
     if spec.lora_rank is not None:
-        _check_lora(model, spec.targets, model_dir)
+        check_lora(model, spec)
+    if spec.add_tokens:
+        _check_tokens(spec, layout, model_dir)
     if template and not render.has_template(model_dir):
         raise InputError("its tokenizer has no chat template", where=hf, hint=render.TEMPLATE_HINT)
     data = sources.resolve(spec.data)
@@ -94,7 +104,8 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
         if spec.steps or (counted and lines is not None)
         else "known when the rows are read"
     )
-    what = "all weights" if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
+    what = "all weights" + (" and new tokens" if spec.add_tokens else "")
+    what = what if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
     return RunPlan(
         title=title,
         model=str(model_dir),
@@ -156,6 +167,17 @@ def layout_of(model_dir: Path) -> str:
     raise InputError("is no model: neither config.json nor latest_checkpointed_iteration.txt", where=model_dir)
 
 
+def open_model(model_dir: Path, layout: str) -> families.Model:
+    """What its configuration and its tensors' names say. InputError for an architecture that is not known."""
+    hf = model_dir / "hf" if layout == "megatron" else model_dir
+    config, where = tensors.config(hf), str(hf / "config.json")
+    family = families.family_for(config, where)
+    if layout == "megatron":
+        stored = torch_dist.metadata(torch_dist.checkpoint_dir(model_dir))
+        return megatron_names.model_of(family, config, stored, where)
+    return family.model(config, where, names=tensors.headers(model_dir))
+
+
 def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     """The engine in effect. Raises InputError where the directory is not the one it eats."""
     engine = {"hf": "plain", "megatron": "megatron"}[layout] if spec.engine == "auto" else spec.engine
@@ -165,6 +187,10 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     if engine != "megatron" and spec.needs_megatron:
         what = f"is a Hugging Face directory, which the {engine} engine trains; {spec.needs_megatron[0]} needs megatron"
         raise InputError(what, where=model_dir, hint="--engine megatron")
+    if spec.qlora and (reason := NO_QLORA.get(engine)):
+        raise InputError(f"--qlora: {reason}", where=model_dir)
+    if engine == "megatron" and spec.lora_dora:
+        raise InputError(f"--lora-dora: {NO_DORA}", where=model_dir)
     if engine == "plain" and spec.ranks > 1:
         what = "is a Hugging Face directory, and the plain engine is one process"
         raise InputError(what, where=model_dir, hint="--engine fsdp, deepspeed or megatron")
@@ -205,27 +231,27 @@ def _check_tensors(found: Mapping[str, TensorRef], model: families.Model, where:
             raise InputError(what, where=where, hint="give the unquantised model")
 
 
-def _check_lora(model: families.Model, targets: Sequence[str], where: Path) -> None:
-    """Every target is a linear layer of its own in this architecture: others would be skipped, or named wrongly."""
-    matrices = [(task, spec) for task in families.tasks(model) if task.layer is not None for spec in task.hf]
-    own = {_leaf(spec.name): None for task, spec in matrices if task.experts is None and len(spec.shape) == 2}
-    experts = {_leaf(spec.name): None for task, spec in matrices if task.experts is not None}
-    wrong = [name for name in targets if name not in own or name in experts]
-    if not wrong:
-        return
-    there = [name for name in (*own, *experts) if name not in LINEAR or name in experts]
-    left = [name for name in LINEAR if name not in wrong and name in own]
-    without = f"--lora-targets {','.join(left)}, or " if left else ""
-    raise InputError(
-        f"{model.family.architecture} has no linear layers of its own called {', '.join(wrong)}, but"
-        f" {', '.join(there)}, which LoRA does not train yet",
-        where=where,
-        hint=f"{without}train all weights: without --lora-rank",
-    )
+def check_lora(model: families.Model, spec: RunSpec) -> list[lora_sites.Site]:
+    """The sites of --lora-targets. SettingsError for a name that no layer has, and for what a site cannot have."""
+    found = lora_sites.chosen(model, spec.lora_targets)
+    if spec.qlora and "experts" in model.dims.more:
+        what = "--qlora: bitsandbytes keeps linear layers in 4 bits, not the parameters that hold all experts"
+        raise SettingsError(what, hint="train the adapter without --qlora, on ranks of --engine megatron --ep")
+    if spec.lora_dora and any(site.parameter for site in found):
+        layers = dict.fromkeys(site.name.rpartition(".")[2] for site in lora_sites.sites(model) if not site.parameter)
+        what = "--lora-dora: PEFT has no DoRA for the layers of experts and those beside them"
+        raise SettingsError(what, hint=f"--lora-targets {','.join(layers)}")
+    return found
 
 
-def _leaf(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
+def _check_tokens(spec: RunSpec, layout: str, model_dir: Path) -> None:
+    """--add-tokens, as far as files tell."""
+    tokens = vocabulary.asked(spec.add_tokens)
+    if layout == "megatron":
+        to = f"{model_dir}-hf"
+        hint = f"mst-convert --model {model_dir} --to hf --out {to}, and --model {to} --engine megatron"
+        raise InputError("--add-tokens grows Hugging Face directories only", where=model_dir, hint=hint)
+    vocabulary.check(tokens, model_dir)
 
 
 def _some(names: Sequence[str]) -> str:

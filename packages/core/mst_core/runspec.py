@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,8 +12,11 @@ from mst_core.spec import Spec
 
 Name = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
 """A source of rows (data/sources.py); from Python also a Path."""
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What all-linear means: every linear layer of a decoder block, never the embedding or the head."""
+NO_QLORA = {
+    "fsdp": "fully_shard cuts weights along their rows, 4-bit ones have none: --engine plain, or deepspeed --zero 2",
+    "megatron": "megatron-core has no 4-bit layers: --engine plain, or deepspeed --zero 2",
+}
+NO_DORA = "the megatron engine has no DoRA (a rank holds only a part of each weight): --engine plain, fsdp or deepspeed"
 
 
 class RunSpec(Spec):
@@ -29,6 +31,9 @@ class RunSpec(Spec):
     num_samples: int | None = Field(None, ge=1, description="rows of an epoch (default: all)")
     out: Path = Field(description="the directory that comes out")
     cache: Path = Field(Path("~/.cache/mst"), description="tokenised rows, by what they were made from")
+    add_tokens: tuple[str, ...] = Field(
+        (), description="tokens that the vocabulary gets before training: each as it is, or files of one a line"
+    )
     seed: int = Field(0, ge=0, description="order of rows, initialisation")
     bad_rows: Literal["error", "skip"] = Field(
         "error", description="a row that cannot be used stops the run, or goes to rejected.jsonl"
@@ -163,7 +168,24 @@ class RunSpec(Spec):
 
     lora_rank: int | None = Field(None, ge=1, description="train a LoRA adapter of this rank (default: all weights)")
     lora_alpha: float | None = Field(None, gt=0, description="LoRA scale is alpha / rank (default: 2 x rank)")
-    lora_targets: tuple[str, ...] = Field(("all-linear",), description="module names, or all-linear")
+    lora_targets: tuple[str, ...] = Field(
+        ("all-linear",), description="names of layers, or all-linear: all of the decoder's, experts included"
+    )
+    lora_rslora: bool = Field(
+        False,
+        description="LoRA scale is alpha / sqrt(rank)",
+        validation_alias=AliasChoices("lora_rslora", "use_rslora"),
+    )
+    qlora: Literal["nf4", "nf4-double"] | None = Field(
+        None,
+        description="keep the weights under the adapter in 4 bits (bitsandbytes), nf4-double their scales in 8; plain, "
+        "deepspeed below --zero 3",
+    )
+    lora_dora: bool = Field(
+        False,
+        description="train the magnitude of each output apart (DoRA); not on megatron",
+        validation_alias=AliasChoices("lora_dora", "use_dora"),
+    )
 
     save_every: int | None = Field(
         None,
@@ -185,15 +207,7 @@ class RunSpec(Spec):
     def _agree(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("--steps and --epochs contradict each other: give one")
-        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets != ("all-linear",)):
-            raise ValueError("--lora-alpha and --lora-targets need --lora-rank")
-        for name in self.lora_targets:
-            if name not in LINEAR and self.lora_targets != ("all-linear",):
-                close = difflib.get_close_matches(name, LINEAR, n=1)
-                meant = f"; did you mean {close[0]}?" if close else ""
-                raise ValueError(
-                    f"--lora-targets: no module {name!r}{meant} (it takes all-linear, or of {', '.join(LINEAR)})"
-                )
+        self._check_lora()
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp of 2 or more: it shards activations over the tensor parallel ranks")
         if self.min_lr > self.lr:
@@ -214,6 +228,20 @@ class RunSpec(Spec):
             whole = self.micro_batch * self.dp
             raise ValueError(f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {whole}")
         return self
+
+    def _check_lora(self) -> None:
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets != ("all-linear",)):
+            raise ValueError("--lora-alpha and --lora-targets need --lora-rank")
+        if self.lora_rank is None and (self.lora_rslora or self.lora_dora or self.qlora):
+            raise ValueError("--lora-rslora, --lora-dora and --qlora need --lora-rank")
+        if self.lora_rank is not None and self.add_tokens:
+            raise ValueError(
+                "--add-tokens trains rows of the embedding, which an adapter does not hold: without --lora-rank"
+            )
+        if self.qlora and (reason := NO_QLORA.get(self.engine)):
+            raise ValueError(f"--qlora: {reason}")
+        if self.lora_dora and self.engine == "megatron":
+            raise ValueError(f"--lora-dora: {NO_DORA}")
 
     def _check_recompute(self) -> None:
         given = self.model_fields_set
@@ -285,12 +313,12 @@ class RunSpec(Spec):
         return max(1, math.ceil((self.epochs or 1.0) * math.ceil(units / self.global_batch)))
 
     @property
-    def targets(self) -> list[str]:
-        """The modules that get an adapter, in the order of LINEAR."""
-        everything = self.lora_targets == ("all-linear",)
-        return [name for name in LINEAR if everything or name in self.lora_targets]
-
-    @property
     def alpha(self) -> float:
         """The LoRA alpha in effect."""
         return self.lora_alpha if self.lora_alpha is not None else 2.0 * (self.lora_rank or 1)
+
+    @property
+    def lora_scale(self) -> float:
+        """What B @ A is multiplied by: alpha / rank, with rsLoRA (arXiv 2312.03732) alpha / sqrt(rank)."""
+        rank = self.lora_rank or 1
+        return self.alpha / (math.sqrt(rank) if self.lora_rslora else rank)

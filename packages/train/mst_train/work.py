@@ -9,7 +9,7 @@ from mst_core.data import clean, load
 from mst_core.data.documents import Documents
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import taken
-from mst_core.engine import batches, launch, run
+from mst_core.engine import batches, grow, launch, run
 from mst_core.runplan import RunPlan
 from mst_core.spec import Result
 from mst_train.objective import STAGES
@@ -20,6 +20,7 @@ Rows = load.Loaded[Sample]
 
 def work(spec: TrainSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then train."""
+    plan = grow.prepared(spec, plan)
     loaded, evaluated = rows(spec, plan)
     if launch.leads():
         loaded.report("training rows")

@@ -11,7 +11,7 @@ Shapes: B sequences, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from mst_core import devices, tensors
+from mst_core import devices, runplan, tensors
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
-from mst_core.engine import lora
+from mst_core.engine import lora, quantised
 from mst_core.engine.batches import positions
 from mst_core.engine.seam import Batch, Objective, weights
+from mst_core.engine.stored import units
 from mst_core.errors import InputError, RunError
 from mst_core.runspec import RunSpec
-from mst_core.tensors import TensorRef
 
 
 def token_logp(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
@@ -40,17 +40,6 @@ def token_logp(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     picked_BS = scores_BSV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
     logp_BT[:, 1:] = picked_BS - scores_BSV.logsumexp(-1)
     return logp_BT
-
-
-def _check_names(stored: Mapping[str, TensorRef], model: torch.nn.Module) -> None:
-    """Refuse, before the first step, tensors that would be neither trained nor written again.
-
-    Computed constants that old checkpoints carry (rotary_emb.inv_freq) are left out.
-    """
-    known = model.state_dict().keys()
-    for name, ref in stored.items():
-        if name not in known and not name.endswith("rotary_emb.inv_freq"):
-            raise InputError(f"{name} is not a parameter of {type(model).__name__}", where=ref.file)
 
 
 class HFEngine:
@@ -77,18 +66,24 @@ class HFEngine:
         self.isolates = False
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
+            model_dir,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            **quantised.options(spec, self.device),
         )
+        quantised.settle(model, model_dir)
         model.config.use_cache = False
         # transformers keeps the gradient from the embedding of the padding token. That token is often the end of a turn
         # as well, padding is never learnt here, and no other engine has such an exception.
         model.get_input_embeddings().padding_idx = None
         blocks = set(model._no_split_modules or ())
         if spec.lora_rank is not None:
-            self.targets = lora.targets(spec.lora_targets)
-            model = lora.wrap(model, spec.seed, spec.lora_rank, spec.alpha, self.targets)
+            self.known = runplan.open_model(model_dir, "hf")
+            self.sites = runplan.check_lora(self.known, spec)
+            model = lora.wrap(model, spec, self.known, self.sites)
         else:
-            _check_names(self.stored, model)
+            self.units = units(model_dir, self.stored, model)
         self.model: Any = model.eval()  # dropout is off everywhere
         self.layers = [module for module in model.modules() if type(module).__name__ in blocks]
         if spec.recompute:
@@ -143,19 +138,20 @@ class HFEngine:
     def save(self, staging: Staging | None) -> None:
         """A Hugging Face directory, or a PEFT adapter. Every rank calls it; rank 0 writes, tensor by tensor."""
         if self.spec.lora_rank is not None:
-            held = {name.replace(".default.", "."): self._whole(p) for name, p in self.trained}
+            held = {lora.peft_name(name): self._whole(p) for name, p in self.trained}
             if staging is not None:
-                config = lora.adapter_config(self.spec.lora_rank, self.spec.alpha, self.targets)
-                lora.save_adapter(staging, held, config)
+                lora.save_adapter(staging, held, lora.config_of(self.spec, self.known, self.sites))
             return
         state = self.model.state_dict(keep_vars=True)
-        kept = [ref for ref in self.stored.values() if ref.name in state]
-        writer = tensors.write_hf(staging, [(ref.name, ref.dtype, ref.shape) for ref in kept]) if staging else None
-        for ref in kept:
-            whole = self._whole(state[ref.name])
-            if writer is not None:
+        refs = [ref for unit in self.units for ref in unit.refs]
+        writer = tensors.write_hf(staging, [(ref.name, ref.dtype, ref.shape) for ref in refs]) if staging else None
+        for unit in self.units:
+            whole = [self._whole(state[name]).detach() for name in unit.names]
+            if writer is None:
+                continue
+            for ref, tensor in zip(unit.refs, unit.stored(whole), strict=True):
                 # A bf16 model stays bf16: one rounding of the fp32 weights.
-                writer.put(ref.name, whole.detach().to("cpu", tensors.torch_dtype(ref.dtype)).contiguous())
+                writer.put(ref.name, tensor.to("cpu", tensors.torch_dtype(ref.dtype)).contiguous())
         if staging is not None and writer is not None:
             writer.finish()
             for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):

@@ -1,8 +1,12 @@
-"""LoRA, shared by the engines: which modules, how A starts, what a PEFT directory holds.
+"""LoRA, shared by the engines: how A starts, what a PEFT directory holds, PEFT around a transformers model.
 
 An adapter is a pair A (r, in) and B (out, r) beside a linear layer; its output is scaled by alpha / r (Hu et al. 2021,
-arXiv 2106.09685). A starts as kaiming-uniform with a = sqrt(5), B as zero, both fp32. The start of A depends only on
-the seed and the module's Hugging Face name, so every engine and every parallel layout begins at the same point.
+arXiv 2106.09685), with rsLoRA by alpha / sqrt(r) (arXiv 2312.03732). DoRA (arXiv 2402.09353) trains the norm of each
+row of the weight too, from where it is. A starts as kaiming-uniform with a = sqrt(5), B as zero, both fp32. The start
+of A depends only on the seed and the Hugging Face name, so every engine and every layout begins at the same point.
+
+The E experts of a layer share a pair of tensors as PEFT has them: A (E * r, in), one expert after the other, and B
+(out, r * E), the experts of one rank side by side.
 """
 
 from __future__ import annotations
@@ -16,22 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mst_core.errors import MissingPackage, SettingsError
-from mst_core.runspec import LINEAR
+from mst_core import lora_sites
+from mst_core.errors import MissingPackage, MstError
+from mst_core.families.rules import Model
+from mst_core.lora_sites import Site
+from mst_core.runspec import RunSpec
 
 if TYPE_CHECKING:
     from mst_core.checkpoint import Staging
 
-
-def targets(asked: Sequence[str]) -> list[str]:
-    """The module names behind --lora-targets, in the order of LINEAR. Raises SettingsError if there is none.
-
-    RunSpec refuses unknown names before any model is read; a name that no linear layer has would train nothing.
-    """
-    found = [name for name in LINEAR if name in asked or list(asked) == ["all-linear"]]
-    if not found or len(found) < len(set(asked) - {"all-linear"}):
-        raise SettingsError(f"--lora-targets: {', '.join(asked)} are not all of {', '.join(LINEAR)}")
-    return found
+PREFIX = "base_model.model."
+EXPERTS_SINCE = "0.19.0"
+"""What adapter_config.json says of PEFT's version where experts are adapted: since then A is of the input's side."""
 
 
 def lora_init(seed: int, module_name: str, rank: int, in_features: int) -> Tensor:
@@ -45,7 +45,15 @@ def lora_init(seed: int, module_name: str, rank: int, in_features: int) -> Tenso
     return torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
 
 
-def adapter_config(rank: int, alpha: float, modules: Iterable[str]) -> dict[str, Any]:
+def start_of(site: Site, seed: int, rank: int) -> Tensor:
+    """A of a site, (r, in), of experts (E * r, in)."""
+    names = [site.name] if site.experts is None else [f"{site.name}.{e}" for e in range(site.experts)]
+    return torch.cat([lora_init(seed, name, rank, site.columns) for name in names])
+
+
+def adapter_config(
+    rank: int, alpha: float, modules: Iterable[str], *, rslora: bool = False, dora: bool = False
+) -> dict[str, Any]:
     """adapter_config.json as PEFT reads it. No base path: the manifest names the base by its id."""
     return {
         "base_model_name_or_path": None,
@@ -60,9 +68,28 @@ def adapter_config(rank: int, alpha: float, modules: Iterable[str]) -> dict[str,
         "r": rank,
         "target_modules": list(modules),
         "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
+        "use_dora": dora,
+        "use_rslora": rslora,
     }
+
+
+def config_of(spec: RunSpec, model: Model, sites: Sequence[Site]) -> dict[str, Any]:
+    """adapter_config.json of a run."""
+    modules, parameters = lora_sites.peft_targets(model, sites)
+    more = {"target_parameters": parameters, "peft_version": EXPERTS_SINCE} if parameters else {}
+    rank, variants = spec.lora_rank or 1, {"rslora": spec.lora_rslora, "dora": spec.lora_dora}
+    return adapter_config(rank, spec.alpha, modules, **variants) | more
+
+
+def file_name(site: Site, letter: str, sites: Sequence[Site]) -> str:
+    """A or B of ``site`` in PEFT's file. Of two parameters of one module gate_up_proj is wrapped first, from within."""
+    inner = site.name.endswith("gate_up_proj") and any(other.box == site.box and other != site for other in sites)
+    return f"{PREFIX}{site.box}{'.base_layer' if inner else ''}.lora_{letter}.weight"
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls a parameter of its model in its file."""
+    return name.replace(".default.weight", "") if "magnitude" in name else name.replace(".default.", ".")
 
 
 def save_adapter(staging: Staging, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -81,19 +108,35 @@ def save_adapter(staging: Staging, tensors: Mapping[str, Tensor], config: Mappin
     staging.write("adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def wrap(model: torch.nn.Module, seed: int, rank: int, alpha: float, modules: Sequence[str]) -> torch.nn.Module:
-    """A transformers model with a PEFT adapter on ``modules``, fp32, started as lora_init says."""
+def wrap(model: torch.nn.Module, spec: RunSpec, known: Model, sites: Sequence[Site]) -> torch.nn.Module:
+    """A transformers model with a PEFT adapter on ``sites``, fp32, started as lora_init says."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingPackage("LoRA needs peft", hint="pip install 'mst-tools-core[engine]'") from error
 
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules), task_type="CAUSAL_LM")
+    rank = spec.lora_rank or 1
+    modules, parameters = lora_sites.peft_targets(known, sites)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=spec.alpha,
+        target_modules=modules,
+        target_parameters=parameters or None,
+        task_type="CAUSAL_LM",
+        use_rslora=spec.lora_rslora,
+        use_dora=spec.lora_dora,
+    )
     wrapped: torch.nn.Module = get_peft_model(model, config)
+    adapted: dict[str, Any] = {}
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A"):
-            start = lora_init(seed, name.removeprefix("base_model.model."), rank, module.in_features)
-            with torch.no_grad():
-                module.lora_A["default"].weight.data = start
-                module.lora_B["default"].weight.data = torch.zeros(module.out_features, rank)
+            parameter = getattr(module, "parameter_name", "")
+            key = name.removeprefix(PREFIX).removesuffix(".base_layer") + (f".{parameter}" if parameter else "")
+            adapted[key] = module
+    if other := adapted.keys() ^ {site.key for site in sites}:
+        raise MstError(f"PEFT adapts {len(adapted)} layers, asked were {len(sites)}: {', '.join(sorted(other)[:5])}")
+    for site in sites:
+        module = adapted[site.key]
+        module.lora_A["default"].weight.data = start_of(site, spec.seed, rank)
+        module.lora_B["default"].weight.data = torch.zeros(site.rows, rank * (site.experts or 1))
     return wrapped

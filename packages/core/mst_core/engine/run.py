@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, console, deepspeed_json, files, manifest
+from mst_core import checkpoint, console, deepspeed_json, files, lora_sites, manifest, runplan
 from mst_core.checkpoint import Staging
 from mst_core.data.order import Order
 from mst_core.data.sources import Source, paths
@@ -25,7 +25,7 @@ from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
-    "zero", "offload", "deepspeed", "recompute",
+    "zero", "offload", "deepspeed", "recompute", "add_tokens",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = (
@@ -36,7 +36,7 @@ LAYOUT = (
 )  # fmt: skip
 """Settings that a run may change when it goes on: another layout of ranks makes the same steps."""
 KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/")
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
+LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dora", "qlora")
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,16 @@ def _settings(job: Job, steps: int) -> dict[str, Any]:
     if job.engine == "deepspeed":
         found |= deepspeed_json.told(spec)
     if spec.lora_rank is not None:
-        found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": spec.targets}
+        found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": _targets(job)}
+        found |= {name: value for name in LORA[3:] if (value := getattr(spec, name))}
     return found
+
+
+def _targets(job: Job) -> list[str]:
+    """The layers that are adapted, however --lora-targets says it."""
+    model = runplan.open_model(job.model_dir, runplan.layout_of(job.model_dir))
+    modules, parameters = lora_sites.peft_targets(model, lora_sites.chosen(model, job.spec.lora_targets))
+    return modules + parameters
 
 
 def _commit(job: Job, staging: Staging, parents: list[Parent], done: Fit, step: int) -> manifest.Manifest:

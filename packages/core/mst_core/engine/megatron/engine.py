@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mst_core import console, torch_dist
+from mst_core import console, runplan, torch_dist
 from mst_core.checkpoint import Staging
 from mst_core.engine import lora as shared_lora
 from mst_core.engine import ranks
@@ -55,12 +55,12 @@ class MegatronEngine:
         self.source.load(self.raw)
         inner = []
         self.adapters: list[lora.Adapters] = []
-        self.targets = [] if spec.lora_rank is None else shared_lora.targets(spec.lora_targets)
+        self.sites = [] if spec.lora_rank is None else runplan.check_lora(self.source.model, spec)
         for chunk in self.raw:
             step.mask_padding(chunk, self.dims.vocab)
             inner.append(model.in_precision(chunk, spec))  # before the adapters, which stay fp32 as PEFT's do
             if spec.lora_rank is not None:
-                self.adapters += lora.attach(chunk, spec, self.dims, self.targets)
+                self.adapters += lora.attach(chunk, spec, self.sites)
         self.chunks, self.optimizer = optimizer.wrap(inner, spec)
         self.update_scale = optimizer.share_loss_scale(self.optimizer)
         self.steps = 0
@@ -115,9 +115,9 @@ class MegatronEngine:
         if self.spec.lora_rank is None:
             self.source.save(self.raw, staging)
             return
-        found = lora.gather(self.adapters)
+        found = lora.gather(self.adapters, self.sites, self.spec.lora_rank)
         if staging is not None:
-            config = shared_lora.adapter_config(self.spec.lora_rank, self.spec.alpha, self.targets)
+            config = shared_lora.config_of(self.spec, self.source.model, self.sites)
             shared_lora.save_adapter(staging, found, config)
 
     def close(self) -> None:
