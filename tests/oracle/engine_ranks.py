@@ -30,6 +30,7 @@ def resumed(case: dict[str, Any], engine: Any, folder: Path) -> dict[str, Any]:
     """What a second engine that goes on from the first one's state has and does."""
     if not engine.rank:
         folder.mkdir()
+        folder.with_name(f"{folder.name}-own").mkdir()
     engine.agree(0)
     engine.save_state(folder)
     engine.agree(0)
@@ -37,8 +38,29 @@ def resumed(case: dict[str, Any], engine: Any, folder: Path) -> dict[str, Any]:
     other.load_state(folder)
     before, after = state(engine), state(other)
     same = all(torch.equal(before[name], after[name]) for name in before)
+    if case["engine"] == "deepspeed":
+        engine._save_own(folder.with_name(f"{folder.name}-own"))
     more = {**case, "steps": 1}
-    return {"same": same, "steps": [play(one, more)["steps"] for one in (engine, other)], "state": before}
+    found = {"same": same, "steps": [play(one, more)["steps"] for one in (engine, other)], "state": before}
+    return found | ({"own": own(other, folder, before)} if case["engine"] == "deepspeed" else {})
+
+
+def own(engine: Any, folder: Path, before: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """DeepSpeed's own checkpoint, which it keeps of NVMe: what comes back of it, and what it says of three ranks."""
+    directory = folder.with_name(f"{folder.name}-own")
+    engine._load_own(directory)
+    same = all(torch.equal(before[name], value) for name, value in state(engine).items())
+    if not engine.rank:
+        layout = json.loads((directory / "layout.json").read_text())
+        (directory / "layout.json").write_text(json.dumps({**layout, "ranks": 3}))
+    said = []
+    for load in (engine._load_own, engine.load_state):
+        engine.agree(0)
+        try:
+            load(directory)
+        except MstError as error:
+            said.append(str(error))
+    return {"same": same, "said": said}
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

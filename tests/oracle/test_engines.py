@@ -213,6 +213,14 @@ def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     assert found["steps"][0] == found["steps"][1]
 
 
+@pytest.mark.parametrize("name", [name for name in cases("recompute", "lora") if "zero" in str(name)])
+def test_deepspeeds_own_checkpoint_is_for_the_same_layout(ran: Ran, name: str) -> None:
+    own = ran(name)["resumed"]["own"]
+    assert own["same"]
+    assert "is of another layout of ranks: ranks was 3, is 2" in own["said"][0]
+    assert "has its optimizer state on NVMe" in own["said"][1]
+
+
 @pytest.mark.parametrize("name", cases("refuse"))
 def test_a_step_that_is_not_finite_leaves_the_weights(ran: Ran, plain: Any, name: str) -> None:
     found = ran(name)

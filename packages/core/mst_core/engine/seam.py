@@ -134,12 +134,12 @@ class Engine(Protocol):
 
     def save_state(self, directory: Path) -> None:
         """Write what ``load_state`` needs to go on exactly where the engine is: weights as they are trained, optimizer,
-        random state. Every rank writes files of its own into ``directory``, which is there."""
+        random state. Every rank writes what it alone holds into ``directory``, which is there."""
         ...
 
     def load_state(self, directory: Path) -> None:
-        """Go on from what ``save_state`` wrote, before the first step. Raises InputError if the engine cannot (another
-        layout of ranks)."""
+        """Go on from what ``save_state`` wrote under any layout of ranks. Raises InputError if the engine cannot
+        (something of the state is missing, or is another model's)."""
         ...
 
     def save(self, staging: Staging | None) -> None:
