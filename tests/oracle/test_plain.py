@@ -23,6 +23,7 @@ from mst_core.engine.seam import Batch
 from mst_core.errors import InputError
 from mst_core.runspec import RunSpec
 from mst_train.objective import SFT
+from tests.convert.test_adapters import convert
 from tests.oracle.test_merge_peft import merge
 
 
@@ -254,3 +255,31 @@ def _logp(model: Any, batch: Batch) -> torch.Tensor:
         scores_BSV = model(input_ids=batch.tokens_BT).logits[:, :-1].log_softmax(-1)
     picked_BS = scores_BSV.gather(-1, batch.tokens_BT[:, 1:, None]).squeeze(-1)
     return torch.cat([torch.zeros_like(picked_BS[:, :1]), picked_BS], dim=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "phi3"])
+def test_adapters_of_experts_and_fused_layers_are_read_by_all(
+    tiny_hf: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    """PEFT, mst-merge, and mst-convert adapter: to a bridge's checkpoint and back it merges to the same model."""
+    model = tiny_hf(family, **EXPERTS.get(family, {}))
+    spec, units = spec_of(lora_rank=4, lr=5e-3), units_of(8)
+    engine = PlainEngine(spec, model)
+    for _ in range(3):
+        engine.step(loop.micro_batches(units, engine, spec, None), SFT, spec.lr)
+    out = without_manifest(saved(engine, tmp_path / "adapter"), tmp_path / "only")
+    batch = loop._collate(units, None)
+    wanted = engine.score(batch)
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), out)
+    assert (_logp(read, batch) - wanted).abs().max() <= 1e-5
+    merged = merge(model, out, tmp_path / "merged")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (_logp(whole, batch) - wanted).abs().max() <= 1e-4
+    convert(model=out, to="megatron-bridge", base=model, out=tmp_path / "bridge")
+    convert(model=tmp_path / "bridge", to="peft", out=tmp_path / "back")
+    again = merge(model, tmp_path / "back", tmp_path / "again")
+    base = load_file(model / "model.safetensors")
+    assert all((again[name] - tensor).abs().max() <= 1e-6 for name, tensor in merged.items())
+    kept = (name for name, tensor in merged.items() if torch.equal(tensor, base[name]))
+    others = ("norm", "embed", "lm_head", "gate.weight", "bias")  # no linear layers of the decoder
+    assert all(any(other in name for other in others) for name in kept)
