@@ -165,6 +165,9 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
     if engine != "megatron" and spec.needs_megatron:
         what = f"is a Hugging Face directory, which the {engine} engine trains; {spec.needs_megatron[0]} needs megatron"
         raise InputError(what, where=model_dir, hint="--engine megatron")
+    if engine != "plain" and spec.compile:
+        what = f"is a {layout} directory, which the {engine} engine trains; --compile is for the plain one"
+        raise InputError(what, where=model_dir, hint="without --compile")
     if engine == "plain" and spec.ranks > 1:
         what = "is a Hugging Face directory, and the plain engine is one process"
         raise InputError(what, where=model_dir, hint="--engine fsdp, deepspeed or megatron")

@@ -25,6 +25,7 @@ from torch import Tensor
 from mst_core import console, deepspeed_json
 from mst_core.engine import ranks
 from mst_core.engine.hf import HFEngine
+from mst_core.engine.seam import Create, create
 from mst_core.errors import InputError, RunError
 from mst_core.runspec import RunSpec
 
@@ -66,8 +67,8 @@ class DeepspeedEngine(HFEngine):
         """The largest of all ranks'."""
         return ranks.largest(value, self.device)
 
-    def save_state(self, directory: Path) -> None:
-        """DeepSpeed's own checkpoint, and beside it which layout it belongs to."""
+    def save_state(self, directory: Path, create: Create = create) -> None:
+        """DeepSpeed's own checkpoint, which it writes itself, and beside it which layout it belongs to."""
         if not self.rank:
             (directory / LAYOUT).write_text(json.dumps({**self._layout(), "steps": self.steps}))
         frozen = self.spec.lora_rank is not None

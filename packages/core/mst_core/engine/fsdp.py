@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mst_core.engine import ranks
 from mst_core.engine.hf import HFEngine
-from mst_core.engine.seam import Batch
+from mst_core.engine.seam import Batch, Create, create
 from mst_core.errors import InputError, RunError
 from mst_core.runspec import RunSpec
 
@@ -55,14 +55,15 @@ class FsdpEngine(HFEngine):
         """The largest of all ranks'."""
         return ranks.largest(value, self.device)
 
-    def save_state(self, directory: Path) -> None:
+    def save_state(self, directory: Path, create: Create = create) -> None:
         """This rank's rows of the weights that are trained and of AdamW's moments: rank-00000.pt and so on."""
         state: dict[str, Any] = {"ranks": self.dp_size, "steps": self.steps, "weights": {}, "moments": {}}
         for name, parameter in self.trained:
             held = self.optimizer.state[parameter]
             state["weights"][name] = self._local(parameter.detach())
             state["moments"][name] = {kind: self._local(held[kind]) for kind in MOMENTS} | {"step": held["step"]}
-        torch.save({**state, "random": torch.get_rng_state()}, directory / _file(self.rank))
+        with create(directory / _file(self.rank)) as file:
+            torch.save({**state, "random": torch.get_rng_state()}, file)
 
     def load_state(self, directory: Path) -> None:
         """What ``save_state`` wrote on any number of ranks: rows are cut anew."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mst_core.engine.megatron.optimizer import parts, scaler_of
+from mst_core.engine.seam import Create, create
 from mst_core.errors import InputError
 from mst_core.runspec import RunSpec
 
@@ -23,7 +24,9 @@ LAYOUT = (
 )  # fmt: skip
 
 
-def save(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any, steps: int) -> None:
+def save(
+    directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any, steps: int, create: Create = create
+) -> None:
     """rank-00000.pt and so on."""
     state = {
         "layout": {name: getattr(spec, name) for name in LAYOUT},
@@ -35,7 +38,8 @@ def save(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any, 
         "scale": scaler.state_dict() if (scaler := scaler_of(optimizer)) else None,
         "random": torch.get_rng_state(),
     }
-    torch.save(state, directory / _name())
+    with create(directory / _name()) as file:
+        torch.save(state, file)
 
 
 def load(directory: Path, spec: RunSpec, chunks: Sequence[Any], optimizer: Any) -> int:
