@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from mst_align.pairs import objective as of_pairs
 from mst_align.settings import choose
 from mst_core.checkpoint import stage
+from mst_core.data import pack
 from mst_core.data.render import Sample
 from mst_core.engine import loop
 from mst_core.engine.plain import PlainEngine
@@ -80,6 +81,42 @@ def test_three_steps_are_those_of_torch(tiny_hf: Callable[..., Path], family: st
         assert found["loss"] == pytest.approx(float(loss), abs=1e-5)
         assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         assert norm > 0.5  # so clipping was at work
+
+
+LORA = {"recompute": "full", "lora_rank": 4}
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["all", "lora, recomputed"])
+def test_compiled_steps_are_the_same(tiny_hf: Callable[..., Path], more: dict[str, Any]) -> None:
+    """Also where lengths change, and for packed rows."""
+    units = units_of(8)
+    packed = [(row,) for row in pack.Packed([unit[0] for unit in units], [[0, 1, 2], [3, 4], [5, 6, 7]])]
+    found = []
+    for compiles in (False, True):
+        spec = spec_of(compile=compiles, **more)
+        engine = PlainEngine(spec, tiny_hf("llama", num_hidden_layers=2))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        steps = (units, units[:4], units[2:6], packed[:2])
+        found.append(
+            [engine.step(loop.micro_batches(step, engine, spec, None), SFT, spec.lr)["loss"] for step in steps]
+        )
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) is compiles
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+def test_logits_are_made_for_learnt_tokens_only(tiny_hf: Callable[..., Path]) -> None:
+    """And every token has its log-probability where a batch is scored."""
+    spec, units = spec_of(), units_of(4)
+    engine = PlainEngine(spec, tiny_hf("qwen2"))
+    shapes: list[tuple[int, ...]] = []
+    engine.head.register_forward_hook(lambda module, given, logits: shapes.append(tuple(logits.shape)))
+    batches = loop.micro_batches(units, engine, spec, None)
+    engine.step(batches, SFT, spec.lr)
+    assert shapes == [(1, int(batch.mask_BT.sum()), 330) for batch in batches]
+    shapes.clear()
+    engine.score(batches[0])
+    assert shapes == [(*batches[0].tokens_BT.shape, 330)]
 
 
 def test_padding_is_not_seen(tiny_hf: Callable[..., Path]) -> None:

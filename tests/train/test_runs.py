@@ -29,10 +29,13 @@ STEPS = 6
 ENGINES = {
     "plain": [],
     "plain-lora": ["--lora-rank", "2"],
+    "plain-async": ["--async-save"],
     "megatron": ["--pp", "2"],
+    "megatron-async": ["--nproc", "2", "--distributed-optimizer", "--precision", "bf16", "--async-save"],
     "megatron-bf16": ["--nproc", "2", "--distributed-optimizer", "--precision", "bf16"],
     "megatron-lora": ["--tp", "2", "--lora-rank", "2"],
     "fsdp": ["--engine", "fsdp", "--nproc", "2"],
+    "fsdp-async": ["--engine", "fsdp", "--nproc", "2", "--async-save"],
     "deepspeed": ["--engine", "deepspeed", "--nproc", "2", "--zero", "2", "--precision", "bf16"],
 }
 
@@ -97,15 +100,17 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(
     subprocess.run(whole, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     words = command(engine, models, data, tmp_path / "out")
     running = start(words)
-    wait_for(tmp_path / "out.partial" / "checkpoints" / "step-00000004", running)
+    # One that is written behind the training may appear when nothing is left to do.
+    step = 2 if "--async-save" in words else 4
+    wait_for(tmp_path / "out.partial" / "checkpoints" / resume.name_of(step), running)
     running.kill()
     running.communicate()
     assert not (tmp_path / "out").exists()
-    assert resume.stopped_at(tmp_path / "out") == 4
+    assert (resume.stopped_at(tmp_path / "out") or 0) >= step
     again = start([*words, "--resume"])
     _, err = again.communicate(timeout=300)
     assert again.returncode == 0, err
-    assert "goes on after step 4 of 6" in err
+    assert "goes on after step" in err
     same_run(tmp_path / "out", tmp_path / "whole")
 
 
@@ -158,13 +163,13 @@ def test_random_kills(engine: str, seed: int, models: dict[str, Path], data: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["plain", "megatron"])
+@pytest.mark.parametrize("engine", ["plain", "plain-async", "megatron", "megatron-async"])
 @pytest.mark.parametrize("seed", range(SAMPLED, KILLS))
 def test_random_kills_whole_count(engine: str, seed: int, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     kill_anywhere(engine, models, data, tmp_path, seed)
 
 
-@pytest.mark.parametrize("engine", ["plain", "megatron"])
+@pytest.mark.parametrize("engine", ["plain", "plain-async", "megatron", "megatron-async"])
 def test_sigterm_saves_and_ends_with_code_6(engine: str, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     words = command(engine, models, data, tmp_path / "out")
     words = [*words, "--steps", "100000", "--save-every", "99999", "--schedule", "constant", "--warmup", "0"]
@@ -182,7 +187,7 @@ def test_sigterm_saves_and_ends_with_code_6(engine: str, models: dict[str, Path]
     assert f"after step {step} of 100000" in err
     found = tmp_path / "out.partial" / "checkpoints" / resume.name_of(step)
     assert checkpoint.verify(found) == []
-    if engine == "plain":  # a step's checkpoint is a model for the next tool
+    if engine.startswith("plain"):  # a step's checkpoint is a model for the next tool
         train(found, data, tmp_path / "next", steps=1)
 
 

@@ -110,6 +110,15 @@ def test_a_model_that_changes_under_the_run_is_refused(
     assert not list(tmp_path.glob("out*"))
 
 
+def test_compiling_needs_a_compiler(
+    mst: Callable[..., Any], tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    words = ("--model", tiny_hf("llama"), "--data", data, "--out", tmp_path / "out", "--steps", 1, "--compile")
+    done = mst("mst-train", *words, code=4, env={"PATH": str(BIN)})
+    assert "--compile needs a C++ compiler" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dry_run_tells_the_steps_and_writes_nothing(
     mst: Callable[..., Any], tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:

@@ -191,6 +191,9 @@ def engine_for(spec: RunSpec, layout: str, model_dir: Path) -> str:
         raise InputError(f"--qlora: {reason}", where=model_dir)
     if engine == "megatron" and spec.lora_dora:
         raise InputError(f"--lora-dora: {NO_DORA}", where=model_dir)
+    if engine != "plain" and spec.compile:
+        what = f"is a {layout} directory, which the {engine} engine trains; --compile is for the plain one"
+        raise InputError(what, where=model_dir, hint="without --compile")
     if engine == "plain" and spec.ranks > 1:
         what = "is a Hugging Face directory, and the plain engine is one process"
         raise InputError(what, where=model_dir, hint="--engine fsdp, deepspeed or megatron")

@@ -163,6 +163,7 @@ class RunSpec(Spec):
     precision: Literal["bf16", "fp16", "fp32"] | None = Field(
         None, description="of the forward and backward pass (default: bf16 on an accelerator, fp32 on a CPU)"
     )
+    compile: bool = Field(False, description="plain: compile the decoder layers (torch.compile), once for all lengths")
     initial_loss_scale: float = Field(65536.0, ge=1, allow_inf_nan=False, description="fp16: halved when it overflows")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow until the scale doubles")
 
@@ -192,6 +193,9 @@ class RunSpec(Spec):
         ge=1,
         description="steps between two checkpoints in OUT.partial (default: one when SIGTERM stops the run)",
         validation_alias=AliasChoices("save_every", "save_interval"),
+    )
+    async_save: bool = Field(
+        False, description="write checkpoints while the training goes on, from a copy in host memory"
     )
     keep: int = Field(2, ge=1, description="how many checkpoints stay in OUT.partial, the newest ones")
     keep_state: bool = Field(False, description="keep optimizer state in OUT: --resume --steps MORE can extend the run")
@@ -224,6 +228,8 @@ class RunSpec(Spec):
         if self.ranks % self.expert_ranks:
             raise ValueError(f"--nproc {self.ranks} is not a multiple of etp x ep x pp = {self.expert_ranks}")
         self._check_engine()
+        if self.async_save and self.save_every is None:
+            raise ValueError("--async-save needs --save-every")
         if self.global_batch % (self.micro_batch * self.dp):
             whole = self.micro_batch * self.dp
             raise ValueError(f"--global-batch {self.global_batch} is not a multiple of micro-batch x dp = {whole}")
@@ -275,6 +281,10 @@ class RunSpec(Spec):
             raise ValueError("--engine plain is one process: --nproc needs fsdp, deepspeed or megatron")
         if self.engine != "deepspeed" and (self.zero is not None or self.offload != "none" or self.deepspeed):
             raise ValueError("--zero, --offload and --deepspeed need --engine deepspeed")
+        if self.compile and (self.engine not in ("auto", "plain") or self.ranks > 1):
+            raise ValueError("--compile is for the plain engine")
+        if self.engine == "deepspeed" and self.async_save:
+            raise ValueError("--engine deepspeed has no --async-save: DeepSpeed writes its checkpoints itself")
 
     @property
     def ranks(self) -> int:

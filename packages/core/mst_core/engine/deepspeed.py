@@ -25,6 +25,7 @@ from torch import Tensor
 from mst_core import console, deepspeed_json
 from mst_core.engine import ranks, zero
 from mst_core.engine.hf import HFEngine
+from mst_core.engine.seam import Create, create
 from mst_core.errors import InputError, RunError
 from mst_core.runspec import RunSpec
 
@@ -66,12 +67,12 @@ class DeepspeedEngine(HFEngine):
         """The largest of all ranks'."""
         return ranks.largest(value, self.device)
 
-    def save_state(self, directory: Path) -> None:
+    def save_state(self, directory: Path, create: Create = create) -> None:
         """What this rank holds, whatever the stage. See zero.py; of NVMe, DeepSpeed's own checkpoint."""
         if self._on_nvme:
             self._save_own(directory)
         else:
-            zero.save(directory, self._shares(), self.stage, {"steps": self.steps})
+            zero.save(directory, self._shares(), self.stage, {"steps": self.steps}, create)
 
     def load_state(self, directory: Path) -> None:
         """What ``save_state`` wrote: any stage on any number of ranks, but of NVMe only the same."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mst_core.engine import ranks, state_files
 from mst_core.engine.hf import HFEngine
-from mst_core.engine.seam import Batch
+from mst_core.engine.seam import Batch, Create, create
 from mst_core.errors import RunError
 from mst_core.runspec import RunSpec
 
@@ -51,9 +51,10 @@ class FsdpEngine(HFEngine):
         """The largest of all ranks'."""
         return ranks.largest(value, self.device)
 
-    def save_state(self, directory: Path) -> None:
+    def save_state(self, directory: Path, create: Create = create) -> None:
         """This rank's rows of the weights that are trained and of AdamW's moments."""
-        state_files.save(directory, self.rank, self.dp_size, self._parts(), {"steps": self.steps})
+        facts = {"steps": self.steps}
+        state_files.save(directory, self.rank, self.dp_size, self._parts(), facts, create)
 
     def load_state(self, directory: Path) -> None:
         """What ``save_state`` wrote on any number of ranks."""

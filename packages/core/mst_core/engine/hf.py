@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -29,17 +30,38 @@ from mst_core.engine import lora, quantised
 from mst_core.engine.batches import positions
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.engine.stored import units
-from mst_core.errors import InputError, RunError
+from mst_core.errors import InputError, MissingPackage, RunError
 from mst_core.runspec import RunSpec
 
 
 def token_logp(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     """logp_BT, fp32: the log-probability of each token given those before it; 0 for the first."""
-    logp_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=logits_BTV.device)
-    scores_BSV = logits_BTV[:, :-1].float()
-    picked_BS = scores_BSV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
-    logp_BT[:, 1:] = picked_BS - scores_BSV.logsumexp(-1)
-    return logp_BT
+    return _aligned(_picked(logits_BTV.flatten(0, 1), tokens_BT.roll(-1, 1).flatten()).view(tokens_BT.shape))
+
+
+def _picked(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    """logp_N, fp32, of one token at each position."""
+    return -F.cross_entropy(logits_NV.float(), tokens_N, reduction="none")
+
+
+def _aligned(next_BT: Tensor) -> Tensor:
+    """From the log-probability of the token after each position to that of the token at it."""
+    return torch.cat([torch.zeros_like(next_BT[:, :1]), next_BT[:, :-1]], dim=1)
+
+
+def _wanted(batch: Batch) -> Tensor:
+    """Where, in B * T, a learnt token comes next. One place at least: every rank takes part in a backward pass."""
+    wanted_N = (batch.mask_BT.roll(-1, 1) != 0).flatten().nonzero().flatten()
+    return wanted_N if len(wanted_N) else wanted_N.new_zeros(1)
+
+
+def _check_compiler() -> None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise MissingPackage("--compile needs a C++ compiler", hint="install g++, or leave --compile out") from error
 
 
 class HFEngine:
@@ -85,11 +107,19 @@ class HFEngine:
         else:
             self.units = units(model_dir, self.stored, model)
         self.model: Any = model.eval()  # dropout is off everywhere
+        if spec.compile:
+            _check_compiler()
         self.layers = [module for module in model.modules() if type(module).__name__ in blocks]
-        if spec.recompute:
-            for layer in self.layers:
+        for layer in self.layers:
+            if spec.compile:
+                layer.forward = torch.compile(layer.forward, dynamic=True)  # once for all layers and lengths
+            if spec.recompute:
                 # transformers' own switch does nothing in eval mode.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        self.wanted_N: Tensor | None = None
+        self.head = model.get_output_embeddings()
+        if self.head is not None:
+            self.head.register_forward_pre_hook(self._only_wanted)
 
     @property
     def trained(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -100,19 +130,21 @@ class HFEngine:
         """One optimizer step over ``micro_batches``, those of this data parallel rank."""
         self.steps += 1
         total = self._sum(weights(objective, micro_batches))
-        sums = dict.fromkeys(total, 0.0)
+        found: dict[str, list[Tensor]] = {name: [] for name in total}
         coefficients: dict[str, float] = {}
         self._zero_grad()
         for number, batch in enumerate(micro_batches, 1):
+            wanted_N = _wanted(batch) if self.head is not None else None
             batch = self._on_device(batch)
-            terms = objective.loss(self._logp(batch), batch)
+            terms = objective.loss(self._logp(batch, wanted_N), batch)
             parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
             if parts:
                 self._backward(torch.stack(parts).sum(), last=number == len(micro_batches))
             for name, term in terms.items():
-                sums[name] += float(term.sum.detach())
+                found[name].append(term.sum.detach())
                 coefficients[name] = term.coefficient
-        sums = self._sum(sums)
+        # Asked once, after the last micro-batch: a device need not be waited for before.
+        sums = self._sum({name: sum(torch.stack(parts).tolist()) for name, parts in found.items()})
         means = {name: sums[name] / total[name] if total[name] else 0.0 for name in sums}
         means["loss"] = sum(coefficients[name] * means[name] for name in coefficients)
         means["grad_norm"] = self._update(means["loss"], lr)
@@ -187,13 +219,32 @@ class HFEngine:
             extra=extra,
         )
 
-    def _logp(self, batch: Batch) -> Tensor:
-        if batch.packed is None:
-            return token_logp(self._logits(batch.tokens_BT), batch.tokens_BT)
-        self._check_isolation()
-        positions_BT = positions(batch).to(self.device)
+    def _logp(self, batch: Batch, wanted_N: Tensor | None = None) -> Tensor:
+        """logp_BT. ``wanted_N``: 0 elsewhere, where logits, often the largest tensor of a step, are never made."""
+        positions_BT = None
+        if batch.packed is not None:
+            self._check_isolation()
+            positions_BT = positions(batch).to(self.device)
+        if wanted_N is not None:
+            return self._logp_of(batch, positions_BT, wanted_N.to(self.device))
         logp_BT = token_logp(self._logits(batch.tokens_BT, positions_BT), batch.tokens_BT)
-        return logp_BT.masked_fill(positions_BT == 0, 0.0)
+        return logp_BT if positions_BT is None else logp_BT.masked_fill(positions_BT == 0, 0.0)
+
+    def _logp_of(self, batch: Batch, positions_BT: Tensor | None, wanted_N: Tensor) -> Tensor:
+        self.wanted_N = wanted_N
+        try:
+            logits_NV = self._logits(batch.tokens_BT, positions_BT).squeeze(0)
+        finally:
+            self.wanted_N = None
+        logp_N = _picked(logits_NV, batch.tokens_BT.roll(-1, 1).flatten()[wanted_N])
+        next_BT = logp_N.new_zeros(batch.tokens_BT.numel()).index_copy(0, wanted_N, logp_N).view(batch.tokens_BT.shape)
+        return _aligned(next_BT)
+
+    def _only_wanted(self, head: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the head: the hidden states of the wanted positions only, (1, N, H)."""
+        if self.wanted_N is None:
+            return None
+        return (given[0].flatten(0, 1)[self.wanted_N].unsqueeze(0), *given[1:])
 
     @torch.no_grad()
     def _check_isolation(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -50,8 +50,10 @@ def fit(
     order = order or Order(len(units), spec.seed)
     steps = spec.total_steps(order.size)
     done = Fit(steps)
-    batches = list(islice(order.batches(spec.global_batch), steps))
-    mine = [_mine(batches, rank, engine.dp_size, spec) for rank in range(engine.dp_size)]
+    mine = None
+    if objective.reference:
+        batches = list(islice(order.batches(spec.global_batch), steps))
+        mine = [_mine(batches, rank, engine.dp_size, spec) for rank in range(engine.dp_size)]
     references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
     everything = [range(len(eval_units))] if eval_units else []
@@ -59,8 +61,13 @@ def fit(
     eval_divergence = _divergence(engine, objective, eval_units, everything, spec, "divergence of the evaluation rows")
     start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
-    with Metrics(staging, start) as metrics, _stop_on_sigterm() as asked, _progress(engine, steps, done=start) as bar:
-        for step, chosen in islice(enumerate(batches), start, None):
+    with (
+        Metrics(staging, start) as metrics,
+        _stop_on_sigterm() as asked,
+        _progress(engine, steps, done=start) as bar,
+        saves or nullcontext(),
+    ):
+        for step, chosen in zip(range(start, steps), order.batches(spec.global_batch, start=start), strict=False):
             rate = schedule.lr(
                 step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
             )
@@ -82,7 +89,10 @@ def fit(
                 metrics.log(step + 1, values)
             bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")
             bar.advance()
-            stop = engine.agree(len(asked)) and not last
+            heard = engine.agree(2 if asked else int(saves is not None and saves.writing()))
+            stop = heard == 2 and not last
+            if saves and not heard:
+                saves.written()
             if saves and (stop or saves.due(step + 1, last)):
                 saves.save(step + 1, done)
                 metrics.draw()

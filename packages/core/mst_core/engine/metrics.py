@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from mst_core.checkpoint import Staging
 
-PLOT = "loss.png"
+LINES, PLOT = "metrics.jsonl", "loss.png"
 
 
 class Metrics:
@@ -21,16 +21,14 @@ class Metrics:
     def __init__(self, staging: Staging | None, start: int = 0) -> None:
         """``start``: the step that a resumed run goes on from; what was written of later ones is dropped."""
         self._staging = staging
-        self._rows: list[dict[str, float]] = []
         self._board: Any = None
         if staging is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            path = staging.path / "metrics.jsonl"
-            if start and path.is_file():
-                self._rows = [row for row in _rows(path) if row["step"] <= start]
+            path = staging.path / LINES
+            kept = [row for row in _rows(path) if row["step"] <= start] if start and path.is_file() else []
             self._file = path.open("w", encoding="utf-8")
-            self._file.writelines(json.dumps(row) + "\n" for row in self._rows)
+            self._file.writelines(json.dumps(row) + "\n" for row in kept)
             self._board = SummaryWriter(str(staging.path / "tensorboard"), purge_step=start + 1 if start else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -38,7 +36,6 @@ class Metrics:
         if self._staging is None:
             return
         row = {"step": step, **values}
-        self._rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in values.items():
@@ -47,7 +44,7 @@ class Metrics:
     def draw(self) -> None:
         """loss.png as far as the run is."""
         if self._staging is not None:
-            draw(self._rows, self._staging.path / PLOT)
+            draw(_rows(self._staging.path / LINES), self._staging.path / PLOT)
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +61,7 @@ class Metrics:
     def _attach(self, staging: Staging) -> None:
         self.draw()
         boards = sorted((staging.path / "tensorboard").iterdir())
-        for name in ("metrics.jsonl", PLOT, *(f"tensorboard/{path.name}" for path in boards)):
+        for name in (LINES, PLOT, *(f"tensorboard/{path.name}" for path in boards)):
             staging.attach(name)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from mst_core.engine.hf import HFEngine
+from mst_core.engine.seam import Create, create
 from mst_core.runspec import RunSpec
 
 
@@ -16,9 +17,9 @@ class PlainEngine(HFEngine):
     def __init__(self, spec: RunSpec, model_dir: Path) -> None:
         super().__init__(spec, model_dir)
         self.model.to(self.device)
-        self.optimizer = self._adamw()
+        self.optimizer = self._adamw(fused=True)
 
-    def save_state(self, directory: Path) -> None:
+    def save_state(self, directory: Path, create: Create = create) -> None:
         """fp32 weights that are trained, AdamW's moments, the random state: state.pt."""
         state = {
             "weights": dict(self.trained),
@@ -26,7 +27,8 @@ class PlainEngine(HFEngine):
             "steps": self.steps,
             "random": torch.get_rng_state(),
         }
-        torch.save(state, directory / "state.pt")
+        with create(directory / "state.pt") as file:
+            torch.save(state, file)
 
     def load_state(self, directory: Path) -> None:
         """What ``save_state`` wrote."""

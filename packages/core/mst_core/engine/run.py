@@ -25,7 +25,7 @@ from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
-    "zero", "offload", "deepspeed", "recompute", "add_tokens",
+    "async_save", "zero", "offload", "deepspeed", "recompute", "add_tokens",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = (
@@ -116,7 +116,8 @@ def _saves(job: Job, engine: Engine, staging: Staging | None, parents: list[Pare
     def commit(made: Staging, step: int, done: Fit) -> manifest.Manifest:
         return _commit(job, made, parents, done, step)
 
-    return Saves(engine, spec.out.absolute(), staging, settings, commit, spec.save_every, spec.keep, found)
+    out = spec.out.absolute()
+    return Saves(engine, out, staging, settings, commit, spec.save_every, spec.keep, found, spec.async_save)
 
 
 def _write(job: Job, engine: Engine, staging: Staging | None, saves: Saves, done: Fit) -> None:

@@ -19,9 +19,10 @@ A term whose coefficient is 0 is a metric: reduced and reported like the others,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +94,15 @@ class Objective:
         return (logp_BT * (batch.mask_BT if self.weigh is None else self.weigh(batch))).sum(1)
 
 
+Create = Callable[[Path], AbstractContextManager[Any]]
+"""Opens a new file, which is written from its beginning to its end."""
+
+
+def create(path: Path) -> AbstractContextManager[Any]:
+    """One on the disk."""
+    return path.open("wb")
+
+
 def weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, float]:
     """The weight of every term, summed over ``batches``."""
     total: dict[str, float] = {}
@@ -132,9 +142,10 @@ class Engine(Protocol):
         """The largest ``value`` of all ranks; waits for all of them."""
         ...
 
-    def save_state(self, directory: Path) -> None:
+    def save_state(self, directory: Path, create: Create = create) -> None:
         """Write what ``load_state`` needs to go on exactly where the engine is: weights as they are trained, optimizer,
-        random state. Every rank writes what it alone holds into ``directory``, which is there."""
+        random state. Every rank writes what it alone holds into ``directory``, which is there, and opens each file by
+        ``create``: it may give files in memory, to be written while the training goes on."""
         ...
 
     def load_state(self, directory: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mst_core import tensors
+from mst_core.engine.seam import Create, create
 from mst_core.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -70,19 +71,22 @@ def cut(
         done += size
 
 
-def save(directory: Path, rank: int, ranks: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> None:
+def save(
+    directory: Path, rank: int, ranks: int, parts: Sequence[Part], facts: Mapping[str, Any], create: Create = create
+) -> None:
     """This rank's files, written tensor by tensor, and its random state."""
     held = {f"{part.name} {part.row} {part.column} {kind}": v for part in parts for kind, v in part.held.items()}
     held[RANDOM] = torch.get_rng_state()
     wanted = [(key, tensors.dtype_name(value.dtype), tuple(value.shape)) for key, value in held.items()]
     path = directory / _file(rank)
-    with path.open("wb") as file:
+    with create(path) as file:
         file.write(tensors.safetensors_header(wanted))
         for value in held.values():
             tensors.write_slices(file, tensors.raw(value))
     matrices = {part.name: [*part.whole, part.updates] for part in parts}
     told = {"ranks": ranks, "facts": dict(facts), "matrices": matrices}
-    path.with_suffix(".json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    with create(path.with_suffix(".json")) as file:
+        file.write(json.dumps(told).encode() + b"\n")
 
 
 def load(directory: Path, rank: int, ranks: int, parts: Sequence[Part], padded: Sequence[str] = ()) -> Loaded:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mst_core.engine import state_files
+from mst_core.engine.seam import Create, create
 from mst_core.engine.state_files import Part
 
 
@@ -79,11 +80,11 @@ def _steps(optimizer: Any, number: int) -> Any:
     return optimizer.optimizer
 
 
-def save(directory: Path, held: list[Share], stage: int, facts: Mapping[str, Any]) -> None:
+def save(directory: Path, held: list[Share], stage: int, facts: Mapping[str, Any], create: Create = create) -> None:
     """What this rank alone holds."""
     rank = dist.get_rank()
     parts = [share.part() for share in held] if stage or not rank else []
-    state_files.save(directory, rank, dist.get_world_size(), parts, facts)
+    state_files.save(directory, rank, dist.get_world_size(), parts, facts, create)
 
 
 @torch.no_grad()

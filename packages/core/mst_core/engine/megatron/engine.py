@@ -27,7 +27,7 @@ from mst_core.engine.megatron.checkpoint import MegatronDir
 from mst_core.engine.megatron.cut import Cut
 from mst_core.engine.megatron.hf import HFDir
 from mst_core.engine.megatron.router import take_balance
-from mst_core.engine.seam import Batch, Objective, weights
+from mst_core.engine.seam import Batch, Create, Objective, create, weights
 from mst_core.errors import RunError
 from mst_core.parallel.layout import check_layout
 from mst_core.runspec import RunSpec
@@ -100,10 +100,10 @@ class MegatronEngine:
         """The largest of all ranks'."""
         return ranks.largest(value, groups.device())
 
-    def save_state(self, directory: Path) -> None:
+    def save_state(self, directory: Path, create: Create = create) -> None:
         """See state.py."""
         optimizer.finish_gather(self.chunks, self.spec)
-        state.save(directory, self._spots(), self.optimizer, self.steps)
+        state.save(directory, self._spots(), self.optimizer, self.steps, create)
 
     def load_state(self, directory: Path) -> None:
         """See state.py."""

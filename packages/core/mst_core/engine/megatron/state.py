@@ -18,13 +18,14 @@ from torch import Tensor
 from mst_core.engine import state_files
 from mst_core.engine.megatron.optimizer import Held, held, scaler_of
 from mst_core.engine.megatron.shards import Spot, Spots
+from mst_core.engine.seam import Create, create
 from mst_core.engine.state_files import Part
 
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Their rows are rounded up to a multiple of the tensor parallel size; those beyond the vocabulary are never learnt."""
 
 
-def save(directory: Path, spots: Spots, optimizer: Any, steps: int) -> None:
+def save(directory: Path, spots: Spots, optimizer: Any, steps: int, create: Create = create) -> None:
     """What no rank before this one has."""
     parts: list[Part] = []
     for one in held(optimizer):
@@ -34,7 +35,7 @@ def save(directory: Path, spots: Spots, optimizer: Any, steps: int) -> None:
             if not spot.replica and (one.sharded or spot.dp_rank == 0):
                 parts += _cut(spot, one.start, kinds, count)
     facts = {"steps": steps, "scale": _scale(scaler_of(optimizer))}
-    state_files.save(directory, dist.get_rank(), dist.get_world_size(), parts, facts)
+    state_files.save(directory, dist.get_rank(), dist.get_world_size(), parts, facts, create)
 
 
 @torch.no_grad()
