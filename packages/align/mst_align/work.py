@@ -8,7 +8,7 @@ from typing import Any
 from mst_align import pairs, unpaired
 from mst_align.settings import Chosen
 from mst_align.spec import AlignSpec
-from mst_core import console, devices
+from mst_core import console, devices, remote
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import Source, taken
@@ -24,16 +24,18 @@ BALANCED = (1.0, 4 / 3)
 
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
+    if made := remote.left(spec):
+        return made
     plan = grow.prepared(spec, plan)
     loaded, evaluated = rows(spec, plan)
-    if launch.leads():
+    if not spec.place.index:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
         if spec.unpaired:
             weigh(spec.chosen, loaded.samples)
-    done = launch.run_ranks("mst_align.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
-    return Result(text=str(spec.out), data=done)
+    done = launch.run("mst_align.work:rank", plan.engine, spec, plan, loaded, evaluated)
+    return Result(text=spec.remote or str(spec.out), data=done)
 
 
 def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:

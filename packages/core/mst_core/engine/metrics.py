@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from mst_core.checkpoint import Staging
+from mst_core.engine import reports
+from mst_core.runspec import RunSpec
 
-LINES, PLOT = "metrics.jsonl", "loss.png"
+LINES, PLOT, REPORTS = "metrics.jsonl", "loss.png", "reports.json"
 
 
 class Metrics:
@@ -18,9 +20,11 @@ class Metrics:
     With ``staging=None`` (the other ranks) nothing is written.
     """
 
-    def __init__(self, staging: Staging | None, start: int = 0) -> None:
-        """``start``: the step that a resumed run goes on from; what was written of later ones is dropped."""
+    def __init__(self, staging: Staging | None, start: int = 0, spec: RunSpec | None = None) -> None:
+        """``start``: the step that a resumed run goes on from; what was written of later ones is dropped. ``spec``: who
+        --report-to names gets them too."""
         self._staging = staging
+        self._reports: list[reports.Report] = []
         self._board: Any = None
         if staging is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -30,6 +34,8 @@ class Metrics:
             self._file = path.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(row) + "\n" for row in kept)
             self._board = SummaryWriter(str(staging.path / "tensorboard"), purge_step=start + 1 if start else None)
+            if spec is not None and spec.report_to:
+                self._reports = reports.start(spec, staging.path / REPORTS, resumed=start > 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The values after a step (counted from 1)."""
@@ -40,6 +46,8 @@ class Metrics:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+        for report in self._reports:
+            report.log(values, step)
 
     def draw(self) -> None:
         """loss.png as far as the run is."""
@@ -55,13 +63,16 @@ class Metrics:
             return
         self._file.close()
         self._board.close()
+        for report in self._reports:
+            report.close()
         if kind is None:
             self._attach(self._staging)
 
     def _attach(self, staging: Staging) -> None:
         self.draw()
         boards = sorted((staging.path / "tensorboard").iterdir())
-        for name in (LINES, PLOT, *(f"tensorboard/{path.name}" for path in boards)):
+        told = [REPORTS] if self._reports else []
+        for name in (LINES, PLOT, *told, *(f"tensorboard/{path.name}" for path in boards)):
             staging.attach(name)
 
 

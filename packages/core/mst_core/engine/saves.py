@@ -44,6 +44,7 @@ class Saves:
 
     settings  what a run that goes on must share
     commit    (staging, step, done): makes a filled directory appear
+    publish   (step): copies it to where it is wanted too
     every     steps between two saves; None: only when asked to stop
     keep      how many checkpoints stay; the newest whole one always does
     behind    write them while the training goes on
@@ -56,6 +57,7 @@ class Saves:
     staging: Staging | None
     settings: Mapping[str, Any]
     commit: Callable[[Staging, int, Fit], object]
+    publish: Callable[[int], object]
     every: int | None
     keep: int
     found: Found | None = None
@@ -166,6 +168,7 @@ class Saves:
         whole = [path for number, path in steps_in(partial(self.out) / FOLDER) if number <= flight.step]
         for old in whole[: -self.keep]:
             shutil.rmtree(old)
+        self.publish(flight.step)
 
 
 def enter_state(made: Staging, step: int, done: Fit, settings: Mapping[str, Any]) -> None:
