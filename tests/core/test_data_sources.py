@@ -9,10 +9,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pyarrow
 import pyarrow.parquet
@@ -231,6 +233,17 @@ HUB = {
     "folders": {"main/x.jsonl": "{}\n", "socratic/x.jsonl": "{}\n"},
     "none": {"images.tar": ""},
 }  # fmt: skip
+RESOLVE = """
+import sys
+from mst_core.data import sources
+from mst_core.errors import InputError
+for name in sys.argv[1:]:
+    try:
+        (found,) = sources.resolve([name])
+        print(found.weight, *(path.parts[-1] for path in found.files), found.files[0].parts[-2])
+    except InputError as error:
+        print(error.what.partition("(")[0], "|", error.hint)
+"""
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -283,22 +296,11 @@ def hub_address() -> Iterator[str]:
 
 
 def test_data_sets_of_the_hub(hub_address: str, tmp_path: Path) -> None:
-    script = """
-import sys
-from mst_core.data import sources
-from mst_core.errors import InputError
-for name in sys.argv[1:]:
-    try:
-        (found,) = sources.resolve([name])
-        print(found.weight, *(path.parts[-1] for path in found.files), found.files[0].parts[-2])
-    except InputError as error:
-        print(error.what.partition("(")[0], "|", error.hint)
-"""
     names = ("hf://org/good:0.5", f"hf://org/good@{SHA}", "hf://org/split", "hf://org/split/data/train-*",
              "hf://org/folders", "hf://org/folders/socratic", "hf://org/none", "hf://org/absent",
              "hf://good")  # fmt: skip
     environment = {**os.environ, "HF_ENDPOINT": hub_address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", RESOLVE, *names], capture_output=True, text=True, env=environment)
     said = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert said[:2] == [f"0.5 train.jsonl {SHA}", f"None train.jsonl {SHA}"]
@@ -310,6 +312,58 @@ for name in sys.argv[1:]:
     assert said[6].startswith("holds no file of rows there")
     assert "HF_TOKEN" in said[7]
     assert said[8].startswith("is no data set's name")
+    assert not list(tmp_path.rglob("load.py"))
+
+
+@pytest.fixture
+def modelscope_address() -> Iterator[str]:
+    """A server that answers as ModelScope's does, for the real client."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            parts, asked = path.strip("/").split("/"), parse_qs(query)
+            files = HUB.get(parts[4]) if parts[:3] == ["api", "v1", "datasets"] and len(parts) > 5 else None
+            if files is None:
+                self.answer(404, json.dumps({"Code": 10010205001, "Message": "not found", "Success": False}).encode())
+            elif parts[-1] == "tree":
+                found = [
+                    {"Path": file, "Type": "blob", "Size": len(text), "Sha256": sha256(text.encode()).hexdigest()}
+                    for file, text in files.items()
+                ]
+                self.answer(200, json.dumps({"Code": 200, "Success": True, "Data": {"Files": found}}).encode())
+            else:
+                self.answer(200, files[asked["FilePath"][0]].encode())
+
+        def answer(self, code: int, content: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_data_sets_of_modelscope(modelscope_address: str, tmp_path: Path) -> None:
+    names = ("ms://org/good:0.5", "ms://org/good@master#7", "ms://org/split", "ms://org/split/data/train-*",
+             "ms://org/none", "ms://org/absent")  # fmt: skip
+    environment = {**os.environ, "MODELSCOPE_ENDPOINT": modelscope_address, "MODELSCOPE_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", RESOLVE, *names], capture_output=True, text=True, env=environment)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert said[0].startswith("0.5 train.jsonl ")
+    assert said[1].startswith("None train.jsonl ")
+    assert said[2].startswith("holds several parts: data/test-0.jsonl, data/train-0.jsonl")
+    assert said[2].endswith("ms://org/split/data/test-0.jsonl")
+    assert said[3] == "None train-0.jsonl train-1.jsonl data"
+    assert said[4].startswith("holds no file of rows there")
+    assert said[5].startswith("ModelScope did not give it")
     assert not list(tmp_path.rglob("load.py"))
 
 

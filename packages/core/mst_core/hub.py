@@ -40,18 +40,20 @@ def resolve(model: str | Path) -> Path:
 
 
 def dataset(name: str, suffixes: Sequence[str]) -> list[Path]:
-    """The files of rows of ``hf://org/name[@revision][/path or glob]``, downloaded. No script of it is ever run.
+    """The files of rows of ``hf://org/name[@revision][/path or glob]`` (or ``ms://``), downloaded. No script of it is
+    ever run.
 
     Text files (licences, word lists) are rows only where the path asks for them. Raises InputError where nothing fits,
     or where several folders or a test split would be mixed with the training rows.
     """
-    match = re.fullmatch(r"hf://([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?", name)
+    match = re.fullmatch(r"(hf|ms)://([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?", name)
     if match is None:
-        raise InputError("is no data set's name", where=name, hint="hf://org/name, hf://org/name@revision/folder")
-    repository, revision, part = match.groups()
+        raise InputError("is no data set's name", where=name, hint="hf://org/name, ms://org/name@revision/folder")
+    scheme, repository, revision, part = match.groups()
+    download = _hugging_face if scheme == "hf" else _modelscope
     asked = [part, f"{part}/*"] if part else [f"*{suffix}" for suffix in suffixes if suffix != ".txt"]
-    ignored = ["dataset_infos.json", "*/dataset_infos.json", ".*"]
-    root = _hugging_face(name, repository, revision, asked, kind="dataset", ignored=ignored)
+    ignored = ["dataset_infos.json", "*/dataset_infos.json", "[.]*"]  # modelscope reads .* as a regular expression
+    root = download(name, repository, revision, asked, kind="dataset", ignored=ignored)
     below = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
     fitting = [file for file in below if any(fnmatch(file, pattern) for pattern in asked)]
     found = [f for f in fitting if f.lower().endswith(tuple(suffixes)) and not any(fnmatch(f, no) for no in ignored)]
@@ -61,7 +63,7 @@ def dataset(name: str, suffixes: Sequence[str]) -> list[Path]:
     folders = sorted({file.rpartition("/")[0] for file in found})
     if (held_out and len(held_out) < len(found)) or len(folders) > 1:
         listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "")
-        hint = f"name the part to learn from, as hf://{repository}/{found[0]}"
+        hint = f"name the part to learn from, as {scheme}://{repository}/{found[0]}"
         raise InputError(f"holds several parts: {listed}", where=name, hint=hint)
     console.say(f"{name} is {len(found)} files in {root}")
     return [below[file] for file in found]
@@ -103,15 +105,25 @@ def _hugging_face(
         ) from error
 
 
-def _modelscope(name: str, repository: str, revision: str | None) -> Path:
+def _modelscope(
+    name: str,
+    repository: str,
+    revision: str | None,
+    wanted: Sequence[str] = WANTED,
+    *,
+    kind: str = "model",
+    ignored: Sequence[str] = (),
+) -> Path:
     try:
-        from modelscope import snapshot_download
+        from modelscope import dataset_snapshot_download, snapshot_download
     except ImportError as error:
         raise MissingPackage("ms:// needs modelscope", hint="pip install 'mst-tools-core[hub]'") from error
     import requests
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(WANTED)))
+        download = snapshot_download if kind == "model" else dataset_snapshot_download
+        patterns = {"allow_patterns": list(wanted), "ignore_patterns": list(ignored) or None}
+        return Path(download(repository, revision=revision, **patterns))
     except (requests.RequestException, OSError, ValueError) as error:
         raise InputError(
             f"ModelScope did not give it: {_first_line(error)}",

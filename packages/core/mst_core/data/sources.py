@@ -4,6 +4,7 @@ rows.jsonl              a file; its suffix says the format (formats.py)
 rows/                   every file of rows below a directory, in the order of their names
 'rows/**/train-*.csv'   a glob
 hf://org/name           a data set of the Hub; hf://org/name@revision/folder/train-*.parquet is a part of it
+ms://org/name           one of ModelScope, likewise
 NAME#1000               its first 1000 rows
 NAME:0.7                a share of the rows of an epoch; given to all sources or to none
 """
@@ -83,7 +84,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _files(name: str) -> tuple[list[Path], list[str]]:
-    if name.startswith("hf://"):
+    if name.startswith(("hf://", "ms://")):
         return hub.dataset(name, tuple(READERS)), []
     path = Path(name).expanduser()
     if path.is_dir():
