@@ -47,4 +47,7 @@ def test_a_command_of_the_pages(place: Path, command: str) -> None:
         ["bash", "-euc", command], cwd=place, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    if "--print-launch" in command:
+        assert "--node-rank 1" in done.stdout
+        return
     assert (place / done.stdout.strip() / "mst.json").is_file()

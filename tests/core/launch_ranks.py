@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from mst_core import cluster
 from mst_core.cli import stop_on_sigterm
 from mst_core.engine import launch
 from mst_core.errors import InputError, MstError
@@ -19,7 +20,7 @@ from mst_core.errors import InputError, MstError
 
 def behave(case: str, folder: str) -> dict[str, object]:
     """One rank of a run."""
-    rank = launch.rank()
+    rank = cluster.rank()
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     sys.stdout.write(f"rank {rank} prints\n")
     while len(list(Path(folder).glob("pid-*"))) < int(os.environ["WORLD_SIZE"]):

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("launch_ranks.py")
 def start(case: str, folder: Path, *, ranks: int = 2, launcher: int = 0) -> subprocess.Popen[str]:
     """The program, by itself or under torchrun with ``launcher`` processes."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PYTHONPATH"] = str(SCRIPT.parent)
+    environment["PYTHONPATH"] = f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launcher)] if launcher else []
     words = [sys.executable, *torchrun, str(SCRIPT), case, str(ranks), str(folder)]
     return subprocess.Popen(
@@ -129,4 +129,4 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path: Path, monk
     assert caught.value.hint == "--nproc 2 lets data parallel fill them"
     with pytest.raises(SettingsError) as caught:
         launch.run_ranks("launch_ranks:behave", "plain", 1, "well", str(tmp_path))
-    assert caught.value.hint == "the plain engine is one process"
+    assert str(caught.value.hint).startswith("the plain engine is one process")

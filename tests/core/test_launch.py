@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mst_core import cluster
 from mst_core.engine import launch
 from mst_core.engine.launch import run_ranks
 from mst_core.errors import InputError, MissingPackage, RunError, SettingsError
@@ -136,12 +137,12 @@ def _eventually[T](look: object, seconds: float = 100) -> T:  # type: ignore[typ
 def test_under_a_launcher_the_function_just_runs(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert launch.leads()
+    assert not cluster.place(2).index
     assert run_ranks("rank_functions:answer", "megatron", 2, 5) == (5, 2)
     with pytest.raises(SettingsError, match="started 2 ranks, the settings ask for 4"):
         run_ranks("rank_functions:answer", "megatron", 4, 5)
     monkeypatch.setenv("RANK", "1")
-    assert not launch.leads()
+    assert cluster.place(2).index == 1
     with pytest.raises(SystemExit) as left:
         run_ranks("rank_functions:answer", "megatron", 2, 5)
     assert left.value.code == 0

@@ -181,15 +181,21 @@ def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("stage", ["sft", "cpt"])
-def test_a_packed_run_is_the_run(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, stage: str) -> None:
-    """All samples in one step: the same losses, in fewer rows."""
+def test_a_packed_run_is_the_run(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All samples in one step: the same losses, in fewer rows; evaluation rows are packed too."""
     if stage == "cpt":
         data.write_text(
             "".join(json.dumps({"text": f"The fox number {i} jumps. " * (i % 4 + 1)}) + "\n" for i in range(12))
         )
     model = tiny_hf("llama")
-    alone = train(model, data, tmp_path / "alone", steps=3, stage=stage)
-    packed = train(model, data, tmp_path / "packed", steps=3, stage=stage, packing=True, micro_batch=2)
+    alone = train(model, data, tmp_path / "alone", steps=3, stage=stage, eval_data=(data,))
+    assert "packed" not in capsys.readouterr().err
+    more = {"packing": True, "micro_batch": 2, "eval_data": (data,)}
+    packed = train(model, data, tmp_path / "packed", steps=3, stage=stage, **more)
+    assert capsys.readouterr().err.count("samples packed into") == 2
+    assert packed["eval/loss"] == pytest.approx(alone["eval/loss"], abs=1e-4)
     assert packed["rows"] < alone["rows"] / 2
     assert packed["first_loss"] == pytest.approx(alone["first_loss"], abs=1e-5)
     assert packed["loss"] == pytest.approx(alone["loss"], abs=1e-4)

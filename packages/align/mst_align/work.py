@@ -6,7 +6,7 @@ from typing import Any
 
 from mst_align.losses import dpo_objective
 from mst_align.spec import AlignSpec
-from mst_core import devices
+from mst_core import devices, remote
 from mst_core.data import load
 from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import taken
@@ -19,13 +19,15 @@ Pairs = load.Loaded[tuple[Sample, Sample]]
 
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
+    if made := remote.left(spec):
+        return made
     loaded, evaluated = rows(spec, plan)
-    if launch.leads():
+    if not spec.place.index:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
-    done = launch.run_ranks("mst_align.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
-    return Result(text=str(spec.out), data=done)
+    done = launch.run("mst_align.work:rank", plan.engine, spec, plan, loaded, evaluated)
+    return Result(text=spec.remote or str(spec.out), data=done)
 
 
 def rank(spec: AlignSpec, plan: RunPlan, loaded: Pairs, evaluated: Pairs) -> dict[str, Any]:

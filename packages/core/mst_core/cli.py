@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from mst_core import console
+from mst_core import cluster, console
 from mst_core.errors import InputError, MissingPackage, MstError, SettingsError, Stopped
 from mst_core.spec import Plan, Result, Settings, Spec
 from mst_core.version import VERSION
@@ -39,7 +39,8 @@ def run(
         stop_on_sigterm()
         code = _run(commands, prog, description, default, argv)
     except MstError as error:
-        _report(prog, error)
+        if not (isinstance(error, SettingsError) and cluster.silent()):
+            _report(prog, error)
         code = error.exit_code
     except KeyboardInterrupt:
         _report(prog, Stopped("interrupted; nothing was written"))
@@ -101,7 +102,7 @@ def _run(commands: Mapping[str, Command], prog: str, description: str, default: 
         else:
             console.table(planned.title, planned.rows())
         return 0
-    result: Result = load(work)(spec, planned)
+    result: Result = planned.instead(shown, words) or load(work)(spec, planned)
     sys.stdout.write((json.dumps(result.data, ensure_ascii=False) if spec.json_output else result.text) + "\n")
     return int(result.data.get("exit_code", 0))
 

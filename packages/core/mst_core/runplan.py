@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
-from mst_core import checkpoint, deepspeed_json, families, hub, manifest, megatron_names, resume, tensors, torch_dist
+from mst_core import (
+    checkpoint,
+    cluster,
+    deepspeed_json,
+    families,
+    hub,
+    manifest,
+    megatron_names,
+    remote,
+    resume,
+    tensors,
+    torch_dist,
+)
 from mst_core.data import render, rows, sources
 from mst_core.data.sources import Source
-from mst_core.errors import InputError, SettingsError
+from mst_core.errors import InputError, MissingPackage, SettingsError
 from mst_core.parallel.layout import check_layout
 from mst_core.runspec import LINEAR, RunSpec
-from mst_core.spec import Plan
+from mst_core.spec import Plan, Result
 from mst_core.tensors import TensorRef
 
 SEQ_LENGTH = 1024
 """The longest row where --seq-length says nothing."""
 
 TRAINABLE = ("F32", "BF16", "F16")
+OF_A_NODE = ("--node-rank", "--rendezvous", "--rdzv-endpoint")
+"""Flags that differ from node to node, or that another launcher makes needless."""
 
 
 class RunPlan(Plan):
@@ -41,11 +56,27 @@ class RunPlan(Plan):
     sources: list[Source] = Field(exclude=True)
     """What --data and --eval-data are: files that are here."""
     eval_sources: list[Source] = Field(exclude=True)
+    nodes: tuple[int, str | None] | None = Field(None, exclude=True)
+    """Of --print-launch: how many, and where the first one listens."""
 
     @property
     def model_dir(self) -> Path:
         """The local directory behind --model."""
         return Path(self.model)
+
+    def instead(self, prog: str, words: list[str]) -> Result | None:
+        """The commands of --print-launch."""
+        if self.nodes is None:
+            return None
+        kept, skip = [], False
+        for word in words:
+            name, given, _ = word.partition("=")
+            if not skip and name not in ("--print-launch", *OF_A_NODE):
+                kept.append(word)
+            skip = name in OF_A_NODE and not given
+        count, rendezvous = self.nodes
+        text = cluster.commands(prog, kept, count, self.ranks // count, rendezvous)
+        return Result(text=text, data={"commands": text.splitlines()})
 
 
 def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool = True) -> RunPlan:
@@ -53,6 +84,9 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
     counting the rows tells the steps.
 
     Raises SettingsError or InputError for everything that need not wait for the run."""
+    if not (spec.dry_run or spec.print_launch):
+        _ = spec.place
+    _check_reports(spec)
     _check_out(spec)
     model_dir = hub.resolve(spec.model)
     if spec.out.absolute() == model_dir.absolute():
@@ -109,9 +143,10 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
         steps=known + ("" if spec.steps else f" ({spec.epochs or 1:g} epochs, a line being a row)"),
         seq_length=seq_length,
         batch=f"{spec.global_batch} rows a step, {spec.micro_batch} a forward pass",
-        out=str(spec.out),
+        out=spec.remote or str(spec.out),
         sources=data,
         eval_sources=eval_data,
+        nodes=(spec.nodes, spec.rendezvous) if spec.print_launch else None,
     )
 
 
@@ -125,12 +160,22 @@ def _layout(spec: RunSpec, engine: str) -> str:
 
 
 def _check_out(spec: RunSpec) -> None:
+    if spec.remote:
+        remote.check_out(spec.remote, spec.out, spec.overwrite, spec.resume)
+        if spec.resume:
+            return
     extends = spec.resume and (spec.out / resume.RUN).is_file()
     checkpoint.check_out(spec.out, spec.overwrite or extends)
     step = resume.stopped_at(spec.out)
     if step is not None and not spec.resume and not spec.overwrite:
         what = f"a run to it was stopped, and step {step} is saved"
         raise InputError(what, where=spec.out, hint="--resume goes on, --overwrite starts again")
+
+
+def _check_reports(spec: RunSpec) -> None:
+    for name in spec.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise MissingPackage(f"--report-to {name} needs {name}", hint=f"pip install {name}")
 
 
 def layout_of(model_dir: Path) -> str:

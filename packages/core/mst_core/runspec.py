@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr, model_validator
 
+from mst_core import cluster
+from mst_core.cluster import Place
 from mst_core.spec import Spec
 
 Name = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
 """A source of rows (data/sources.py); from Python also a Path."""
+URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)")
+"""What pathlib makes of s3://bucket/path."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What all-linear means: every linear layer of a decoder block, never the embedding or the head."""
 
@@ -22,12 +27,12 @@ class RunSpec(Spec):
 
     model: str = Field(description="the checkpoint that goes in: a directory, hf://org/name or ms://org/name")
     data: tuple[Name, ...] = Field(
-        description="rows to learn from: files, directories, globs, hf://org/name; NAME:SHARE, NAME#FIRST (repeat, or "
-        "separate by commas)"
+        description="rows to learn from: files, directories, globs, hf://org/name, ms://org/name; NAME:SHARE, "
+        "NAME#FIRST (repeat, or separate by commas)"
     )
     eval_data: tuple[Name, ...] = Field((), description="rows to measure the loss on")
     num_samples: int | None = Field(None, ge=1, description="rows of an epoch (default: all)")
-    out: Path = Field(description="the directory that comes out")
+    out: Path = Field(description="the directory that comes out; s3://bucket/path and other URLs of fsspec too")
     cache: Path = Field(Path("~/.cache/mst"), description="tokenised rows, by what they were made from")
     seed: int = Field(0, ge=0, description="order of rows, initialisation")
     bad_rows: Literal["error", "skip"] = Field(
@@ -85,7 +90,22 @@ class RunSpec(Spec):
         validation_alias=AliasChoices("moe_aux_loss_coeff", "router_aux_loss_coef"),
     )
     nproc: int | None = Field(
-        None, ge=1, description="local ranks to start (default: those of the layout); data parallel size follows"
+        None,
+        ge=1,
+        description="ranks of a node (default: those of the layout); data parallel size follows",
+        validation_alias=AliasChoices("nproc", "nproc_per_node"),
+    )
+    nodes: int = Field(1, ge=1, description="machines of the run", validation_alias=AliasChoices("nodes", "nnodes"))
+    node_rank: int | None = Field(None, ge=0, description="which of them this is, where no launcher says it")
+    rendezvous: str | None = Field(
+        None,
+        pattern=r"^[^:]+:\d+$",
+        description="HOST:PORT where the first node listens, where no launcher says it",
+        validation_alias=AliasChoices("rendezvous", "rdzv_endpoint"),
+    )
+    print_launch: bool = Field(False, description="print the command of each node and stop")
+    timeout: float = Field(
+        1800.0, gt=0, allow_inf_nan=False, description="seconds that ranks wait for one another before the run fails"
     )
     distributed_optimizer: bool = Field(
         False,
@@ -175,9 +195,29 @@ class RunSpec(Spec):
         False, description="go on from the newest whole checkpoint in OUT.partial, or extend an OUT with its state"
     )
     log_every: int = Field(1, ge=1, description="steps between two lines of metrics.jsonl")
+    report_to: tuple[Literal["wandb", "swanlab", "trackio"], ...] = Field(
+        (), description="send the metrics there too, as its own settings say (repeat, or separate by commas)"
+    )
+    peak_tflops: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="of one device, for MFU (default: known for some GPUs in bf16)"
+    )
     eval_every: int | None = Field(
         None, ge=1, description="steps between two passes over --eval-data (default: at the end)"
     )
+
+    _remote: str | None = PrivateAttr(None)
+
+    @property
+    def remote(self) -> str | None:
+        """The URL that --out is (s3://bucket/path); ``out`` is then the directory here that is copied there."""
+        return self._remote
+
+    @model_validator(mode="after")
+    def _place_out(self) -> Self:
+        if url := URL.fullmatch(str(self.out)):
+            self._remote = f"{url[1]}://{url[2]}"
+            object.__setattr__(self, "out", self.cache.expanduser() / "outputs" / url[1] / url[2])
+        return self
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -203,10 +243,12 @@ class RunSpec(Spec):
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("--overlap-param-gather needs --distributed-optimizer and --overlap-grad-reduce")
         self._check_recompute()
+        if self.nproc is None and (alone := math.lcm(self.model_ranks, self.expert_ranks)) % self.nodes:
+            raise ValueError(f"--nodes {self.nodes} does not divide the layout's {alone} ranks: give --nproc")
         if self.ranks % self.model_ranks:
-            raise ValueError(f"--nproc {self.ranks} is not a multiple of tp x cp x pp = {self.model_ranks}")
+            raise ValueError(f"{self._asked} is not a multiple of tp x cp x pp = {self.model_ranks}")
         if self.ranks % self.expert_ranks:
-            raise ValueError(f"--nproc {self.ranks} is not a multiple of etp x ep x pp = {self.expert_ranks}")
+            raise ValueError(f"{self._asked} is not a multiple of etp x ep x pp = {self.expert_ranks}")
         self._check_engine()
         if self.global_batch % (self.micro_batch * self.dp):
             whole = self.micro_batch * self.dp
@@ -242,14 +284,23 @@ class RunSpec(Spec):
         if self.engine in ("plain", "fsdp", "deepspeed") and self.needs_megatron:
             raise ValueError(f"--engine {self.engine} has no {self.needs_megatron[0]}: it needs megatron")
         if self.engine == "plain" and self.ranks > 1:
-            raise ValueError("--engine plain is one process: --nproc needs fsdp, deepspeed or megatron")
+            raise ValueError("--engine plain is one process: --nproc and --nodes need fsdp, deepspeed or megatron")
         if self.engine != "deepspeed" and (self.zero is not None or self.offload != "none" or self.deepspeed):
             raise ValueError("--zero, --offload and --deepspeed need --engine deepspeed")
 
     @property
     def ranks(self) -> int:
-        """Processes of the run when mst starts them itself."""
-        return self.nproc or math.lcm(self.model_ranks, self.expert_ranks)
+        """Processes of the run, on all its nodes."""
+        return self.nodes * self.nproc if self.nproc else math.lcm(self.model_ranks, self.expert_ranks)
+
+    @property
+    def _asked(self) -> str:
+        return f"--nproc {self.nproc}" if self.nodes == 1 else f"--nodes {self.nodes} x --nproc {self.nproc}"
+
+    @property
+    def place(self) -> Place:
+        """Where this process stands among those of the run. Raises SettingsError where its launcher contradicts."""
+        return cluster.place(self.ranks, self.nodes, self.node_rank, self.rendezvous)
 
     @property
     def dp(self) -> int:

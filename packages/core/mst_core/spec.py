@@ -89,6 +89,10 @@ class Plan(BaseModel):
         """Names and values, one line each."""
         return [(name, str(value)) for name, value in self.model_dump(mode="json").items() if name != "title"]
 
+    def instead(self, prog: str, words: list[str]) -> Result | None:
+        """What to print instead of working; ``words`` is what stood behind ``prog``. None: work."""
+        return None
+
 
 class Result(BaseModel):
     """What a tool did: ``text`` for a person or a pipe, ``data`` for ``--json``. Both go to stdout."""

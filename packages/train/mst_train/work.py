@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mst_core import devices
+from mst_core import console, devices, remote
 from mst_core.data import clean, load
 from mst_core.data.documents import Documents
 from mst_core.data.render import Renderer, Sample, load_tokenizer
@@ -20,15 +20,19 @@ Rows = load.Loaded[Sample]
 
 def work(spec: TrainSpec, plan: RunPlan) -> Result:
     """Refuse bad rows before any process starts, then train."""
+    if made := remote.left(spec):
+        return made
     loaded, evaluated = rows(spec, plan)
-    if launch.leads():
+    if not spec.place.index:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
     if spec.packing:
-        loaded.pack(plan.seq_length, spec.seed)
-    done = launch.run_ranks("mst_train.work:rank", plan.engine, spec.ranks, spec, plan, loaded, evaluated)
-    return Result(text=str(spec.out), data=done)
+        packed = [some.pack(plan.seq_length, spec.seed) for some in (loaded, evaluated) if some.samples]
+        if not spec.place.index:
+            console.say("\n".join(packed))
+    done = launch.run("mst_train.work:rank", plan.engine, spec, plan, loaded, evaluated)
+    return Result(text=spec.remote or str(spec.out), data=done)
 
 
 def rank(spec: TrainSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:

@@ -78,8 +78,9 @@ class Loaded[T]:
                 f"rejected.jsonl; the first is {first['file']}:{first['line']}: {first['reason']}"
             )
 
-    def pack(self: Loaded[Sample], size: int, seed: int) -> None:
-        """Pack the samples into rows of ``size`` tokens; those of a source with a share only with one another."""
+    def pack(self: Loaded[Sample], size: int, seed: int) -> str:
+        """Pack the samples into rows of ``size`` tokens; those of a source with a share only with one another. Returns
+        what a person should know of it."""
         held = self.samples
         lengths = held.lengths() if isinstance(held, store.Stored) else [len(sample.tokens) for sample in held]
         apart = any(source.weight is not None for source, _ in self.counts)
@@ -93,7 +94,7 @@ class Loaded[T]:
         self.samples = pack.Packed(self.samples, made)
         self.counts = [(source, count) for source, count in counts if source is not None]
         fill = sum(lengths) / (len(made) * size)
-        console.say(f"{len(lengths)} samples packed into {len(made)} rows of {size} tokens, {fill:.0%} full")
+        return f"{len(lengths)} samples packed into {len(made)} rows of {size} tokens, {fill:.0%} full"
 
     def order(self, seed: int, size: int | None) -> Order:
         """The order of the samples: ``size`` of an epoch (--num-samples; None: all), in the sources' shares."""

@@ -43,7 +43,7 @@ class DeepspeedEngine(HFEngine):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = deepspeed_json.configuration(spec)
         super().__init__(spec, model_dir)
-        self.device = ranks.join()
+        self.device = ranks.join(spec.timeout)
         self.rank = self.dp_rank = dist.get_rank()
         self.dp_size = dist.get_world_size()
         self.stage: int = config["zero_optimization"]["stage"]

@@ -33,7 +33,7 @@ class FsdpEngine(HFEngine):
 
     def __init__(self, spec: RunSpec, model_dir: Path) -> None:
         super().__init__(spec, model_dir)
-        self.device = ranks.join()
+        self.device = ranks.join(spec.timeout)
         self.rank = self.dp_rank = dist.get_rank()
         self.dp_size = dist.get_world_size()
         mesh = init_device_mesh(self.device.type, (self.dp_size,))

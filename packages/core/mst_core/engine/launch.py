@@ -1,8 +1,8 @@
 """Which engine, and how its ranks are started.
 
-A run that needs several processes (or Megatron's process groups) is started by torch's elastic launcher on this
-machine, or, when torchrun or a cluster's launcher already started us, simply runs: RANK and WORLD_SIZE say so. This
-is the only file that reads those variables.
+A run that needs several processes (or Megatron's process groups) is started by torch's elastic launcher, on this
+machine or on each node of several, or, when torchrun or a cluster's launcher already started its ranks, simply runs:
+see cluster.py. How ranks end is in failures.py.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
 import threading
-import traceback
+import time
 import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from mst_core import console
+from mst_core import cluster
 from mst_core.cli import load, stop_on_sigterm
+from mst_core.cluster import Place
+from mst_core.engine import failures, ranks
 from mst_core.engine.seam import Engine
-from mst_core.errors import MissingPackage, MstError, RunError, SettingsError, Stopped
+from mst_core.errors import MissingPackage, MstError, RunError, Stopped
 from mst_core.runspec import RunSpec
 
 ENGINES = {
@@ -53,53 +54,73 @@ def make_engine(name: str, spec: RunSpec, model_dir: Path) -> Engine:
         raise MissingPackage(error.what, hint=EXTRAS[name]) from error
     except ModuleNotFoundError as error:
         raise MissingPackage(f"the package {error.name} is needed here", hint=EXTRAS[name]) from error
+    ranks.limit(spec.timeout)
     return engine
 
 
-def rank() -> int:
-    """This process among the ranks of its run; 0 in a run of one process."""
-    return int(os.environ.get("RANK", "0"))
+def run(function: str, engine: str, spec: RunSpec, *arguments: Any) -> Any:
+    """``run_ranks`` of ``function(spec, ...)`` as the spec asks for it."""
+    return run_ranks(
+        function, engine, spec.ranks, spec, *arguments, place=spec.place, timeout=spec.timeout, out=spec.out
+    )
 
 
-def under_launcher() -> bool:
-    """Whether torchrun or another launcher started this process as one of its ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def run_ranks(
+    function: str,
+    engine: str,
+    size: int,
+    *arguments: Any,
+    place: Place | None = None,
+    timeout: float = 1800.0,
+    out: Path | None = None,
+) -> Any:
+    """``function`` ("module:name") on ``size`` ranks; what it returns on rank 0.
 
+    place    which of the run's processes this is (None: as its launcher says)
+    timeout  seconds that ranks wait for one another
+    out      the run works in ``OUT.partial``: the ranks' logs go there, and its last checkpoint is named
 
-def leads() -> bool:
-    """Whether this process is the one that speaks: any but a launcher's rank above 0."""
-    return not under_launcher() or os.environ["RANK"] == "0"
-
-
-def run_ranks(function: str, engine: str, ranks: int, *arguments: Any) -> Any:
-    """``function`` ("module:name") on every rank; what it returns on rank 0.
-
-    Raises the MstError that a rank raised, RunError if a rank died, Stopped on SIGTERM or Ctrl-C. Under a launcher
-    the ranks other than 0 end here with exit code 0: only one process prints a result.
+    Raises the MstError that a rank raised, RunError if a rank died or hung, Stopped on SIGTERM or Ctrl-C. The ranks
+    other than 0 that a launcher started, and the nodes other than the first, end here with exit code 0: only one
+    process prints a result.
     """
-    if under_launcher():
-        world = int(os.environ["WORLD_SIZE"])
-        if world != ranks:
-            hint = (
-                f"--nproc {world} lets data parallel fill them"
-                if engine != "plain"
-                else "the plain engine is one process"
-            )
-            raise SettingsError(f"the launcher started {world} ranks, the settings ask for {ranks}", hint=hint)
-        result = load(function)(*arguments)
-        if rank():
-            raise SystemExit(0)
-        return result
-    if engine == "plain":
+    place = place or cluster.place(size)
+    if place.as_rank:
+        cluster.adopt(place)
+        result = _called(function, arguments, timeout)
+    elif engine == "plain":
         return load(function)(*arguments)
-    return _elastic(function, ranks, arguments)
+    else:
+        result = _elastic(function, place, arguments, timeout, out)
+    if place.index:
+        raise SystemExit(0)
+    return result
 
 
-def run_on_cpu(function: str, ranks: int, *arguments: Any) -> Any:
+def _called(function: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+    """On a rank that somebody else started: of an error that several ranks have, one of them speaks."""
+    try:
+        return load(function)(*arguments)
+    except MstError as error:
+        found = error
+    except RuntimeError as error:
+        if where := failures.waited_in(error):
+            found = failures.explain({cluster.rank(): where}, {}, timeout)
+        elif failures.ECHO.search(str(error)):
+            time.sleep(2.0)  # who is gone may have something to say
+            found = RunError(f"rank {cluster.rank()}: another rank is gone: {str(error).splitlines()[0]}")
+        else:
+            raise
+    if not ranks.first_to_speak():
+        raise SystemExit(found.exit_code)
+    raise found
+
+
+def run_on_cpu(function: str, size: int, *arguments: Any) -> Any:
     """``function`` on new processes of this machine, which see no accelerator, whatever launched this one."""
     threads = os.environ.get("OMP_NUM_THREADS")
     try:
-        return _elastic(f"{__name__}:_without_accelerators", ranks, (function, *arguments))
+        return _elastic(f"{__name__}:_without_accelerators", Place(size), (function, *arguments))
     finally:
         if threads is None:
             os.environ.pop("OMP_NUM_THREADS", None)  # that of these ranks, which the next launch may not want
@@ -111,36 +132,61 @@ def _without_accelerators(function: str, *arguments: Any) -> Any:
     return load(function)(*arguments)
 
 
-def _elastic(function: str, ranks: int, arguments: tuple[Any, ...]) -> Any:
+def _elastic(
+    function: str, place: Place, arguments: tuple[Any, ...], timeout: float = 1800.0, out: Path | None = None
+) -> Any:
+    """This node's ranks; what the run's rank 0 returned, if it is here."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
+
+    from mst_core.engine.watch import Peers, Watch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    local = place.ranks // place.nodes
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks on one machine share its cores; more threads than cores is several times slower.
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    with tempfile.TemporaryDirectory(prefix="mst-ranks-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=0,
-            monitor_interval=0.2,
-            start_method="spawn",
-            # SIGTERM is handed on to the ranks, which may take long to save; torch would kill them after 30 s.
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-        )
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // local))
+    peers = Peers(place)
+    with tempfile.TemporaryDirectory(prefix="mst-ranks-") as name:
+        folder = Path(name)
         try:
-            with _handing_on_sigterm():
-                return elastic_launch(config, _rank)(folder, os.getpid(), function, arguments)[0]
+            with _handing_on_sigterm(), Watch(folder, peers, timeout):
+                launch = elastic_launch(_config(place, local, timeout), _rank)
+                return launch(name, os.getpid(), function, arguments).get(0)
         except SignalException as ended:
-            raise Stopped(f"stopped by {signal.Signals(ended.sigval).name}; nothing was written") from None
+            what = f"stopped by {signal.Signals(ended.sigval).name}; nothing was written"
+            raise peers.settle(Stopped(what), echo=False) from None
         except ChildFailedError as failed:
-            raise _reason(Path(folder), failed) from None
+            codes = {number: failure.exitcode for number, failure in failed.failures.items()}
+            error = peers.settle(failures.reason(folder, codes), failures.is_echo(folder))
+            if isinstance(error, RunError):
+                failures.show(folder, out)
+            raise failures.with_checkpoint(error, out) from None
+        except DistError as error:
+            what = f"node {place.index} of {place.nodes} did not meet the others at {place.rendezvous}"
+            raise RunError(f"{what} within {timeout:g} s", hint="start the same command on every node") from error
+
+
+def _config(place: Place, local: int, timeout: float) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    where: dict[str, Any] = {"run_id": uuid.uuid4().hex, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
+    if place.nodes > 1:
+        where = {"run_id": "mst", "rdzv_backend": "static", "rdzv_endpoint": place.rendezvous}
+        where["rdzv_configs"] = {"rank": place.index, "timeout": max(1, round(timeout))}
+    return LaunchConfig(
+        min_nodes=place.nodes,
+        max_nodes=place.nodes,
+        nproc_per_node=local,
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+        # SIGTERM is handed on to the ranks, which may take long to save; torch would kill them after 30 s.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        **where,
+    )
 
 
 @contextlib.contextmanager
@@ -148,10 +194,10 @@ def _handing_on_sigterm() -> Iterator[None]:
     """SIGTERM goes to the ranks, which save and end; before there are any, it ends the run."""
 
     def hand_on(number: int, frame: Any) -> None:
-        ranks = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-        if not ranks:
+        started = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        if not started:
             raise Stopped("stopped by SIGTERM; nothing was written")
-        for rank in ranks:
+        for rank in started:
             os.kill(rank, number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -165,34 +211,18 @@ def _handing_on_sigterm() -> Iterator[None]:
 
 
 def _rank(folder: str, parent: int, function: str, arguments: tuple[Any, ...]) -> Any:
-    """What each started process runs. Its stdout is stderr: stdout belongs to the result."""
+    """What each started process runs. Its stdout goes where its stderr goes: stdout belongs to the result."""
     _die_with(parent)
     stop_on_sigterm()
-    os.dup2(2, 1)
+    failures.enter(Path(folder))
     # What libraries say about themselves (missing optional packages, deprecations) is no news to a user of mst.
     warnings.filterwarnings("ignore")
     for name in ("torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        return load(function)(*arguments)
-    except MstError as error:
-        _leave(Path(folder), "error", pickle.dumps(error), error.exit_code)
-    except KeyboardInterrupt:
-        os._exit(Stopped.exit_code)
-    except BaseException:
-        # A bug, or the echo of another rank's end: which of them, the launching process can tell.
-        _leave(Path(folder), "bug", traceback.format_exc().encode(), MstError.exit_code)
-        raise
-
-
-def _leave(folder: Path, kind: str, content: bytes, code: int) -> NoReturn:
-    """Say why this rank ends, and end it."""
-    temporary = folder / f".{rank()}"
-    temporary.write_bytes(content)
-    temporary.rename(folder / f"{kind}-{rank()}")
-    sys.stderr.flush()
-    # Not sys.exit: leaving process groups in good order would wait for ranks that are not coming.
-    os._exit(code)
+    with failures.leaving(Path(folder)):
+        result = load(function)(*arguments)
+        sys.stdout.flush()
+        return result
 
 
 def _die_with(parent: int) -> None:
@@ -200,32 +230,3 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(RunError.exit_code)
-
-
-def _reason(folder: Path, failed: Any) -> MstError:
-    """What ended the run: a rank's MstError, else the rank that was killed, else the first rank with a bug.
-
-    A rank that ends takes the others with it: their complaints (a closed connection) come as bugs, and being ended by
-    the launcher as Stopped.
-    """
-    found: list[MstError] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("error-*"))]
-    reasons = [error for error in found if not isinstance(error, Stopped)]
-    if reasons:
-        return min(reasons, key=lambda error: isinstance(error, RunError))
-    codes = {number: failure.exitcode for number, failure in sorted(failed.failures.items())}
-    if not found and set(codes.values()) == {-signal.SIGTERM}:  # asked to stop before the ranks could say so
-        return Stopped("stopped by SIGTERM before the first step")
-    for number, code in codes.items():
-        if code < 0 and code != -signal.SIGTERM:
-            name = signal.Signals(-code).name
-            hint = "the machine may have run out of memory: fewer rows in --micro-batch, or more ranks"
-            return RunError(f"rank {number} was killed by {name}; the others were stopped", hint=hint)
-    for path in sorted(folder.glob("bug-*"), key=lambda path: path.stat().st_mtime_ns):
-        text = path.read_text(encoding="utf-8")
-        console.say(text)
-        number, last = path.name.partition("-")[2], text.strip().splitlines()[-1]
-        return RunError(f"rank {number} failed: {last}", hint="its traceback stands above; this may be a bug in mst")
-    if found:
-        return found[0]
-    number, code = next(iter(codes.items()))
-    return RunError(f"rank {number} ended with code {code}; the others were stopped")

@@ -19,6 +19,7 @@ from mst_core.data.order import Order
 from mst_core.data.render import Sample
 from mst_core.engine import schedule
 from mst_core.engine.batches import collate
+from mst_core.engine.meter import Meter
 from mst_core.engine.metrics import Metrics
 from mst_core.engine.saves import Saves
 from mst_core.engine.seam import Batch, Engine, Objective
@@ -39,6 +40,7 @@ def fit(
     eval_units: Sequence[Unit] = (),
     saves: Saves | None = None,
     order: Order | None = None,
+    meter: Meter | None = None,
 ) -> Fit:
     """Train ``engine`` on ``units``. Every rank calls it with the same arguments (``staging`` on rank 0 only).
 
@@ -46,7 +48,7 @@ def fit(
 
     Raises RunError (NaN), Stopped (SIGTERM, after saving where there are ``saves``).
     """
-    order = order or Order(len(units), spec.seed)
+    order, meter = order or Order(len(units), spec.seed), meter or Meter(spec)
     steps = spec.total_steps(order.size)
     done = Fit(steps)
     batches = list(islice(order.batches(spec.global_batch), steps))
@@ -55,18 +57,24 @@ def fit(
     eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
     start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
-    with Metrics(staging, start) as metrics, _stop_on_sigterm() as asked, _progress(engine, steps, done=start) as bar:
+    with (
+        Metrics(staging, start, spec) as metrics,
+        _stop_on_sigterm() as asked,
+        _progress(engine, steps, done=start) as bar,
+    ):
         for step, chosen in islice(enumerate(batches), start, None):
             rate = schedule.lr(
                 step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
             )
-            micro = micro_batches([units[i] for i in chosen], engine, spec, _pick(references, chosen))
             begun = time.monotonic()
+            step_units = [units[i] for i in chosen]
+            micro = micro_batches(step_units, engine, spec, _pick(references, chosen))
+            ready = time.monotonic()
             values = engine.step(micro, objective, rate)
-            seconds = time.monotonic() - begun
-            tokens = sum(len(sample.tokens) for i in chosen for sample in units[i])
-            done.tokens += tokens
-            values |= {"lr": rate, "tokens_per_s": tokens / seconds}
+            seconds = time.monotonic() - ready
+            lengths = [part for unit in step_units for s in unit for part in s.parts or (len(s.tokens),)]
+            done.tokens += sum(lengths)
+            values |= {"lr": rate, **meter.measure(lengths, ready - begun, seconds)}
             last = step + 1 == steps
             measure = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
             if measure:
@@ -74,6 +82,7 @@ def fit(
                 values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
             done.first, done.last = done.first or values, values
             if last or measure or step % spec.log_every == 0:
+                values["memory_gb"] = engine.agree(meter.memory()) / 1e9
                 metrics.log(step + 1, values)
             bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")
             bar.advance()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from mst_core.checkpoint import Staging
+from mst_core.engine import reports
+from mst_core.runspec import RunSpec
 
-PLOT = "loss.png"
+PLOT, REPORTS = "loss.png", "reports.json"
 
 
 class Metrics:
@@ -18,9 +20,13 @@ class Metrics:
     With ``staging=None`` (the other ranks) nothing is written.
     """
 
-    def __init__(self, staging: Staging | None, start: int = 0) -> None:
-        """``start``: the step that a resumed run goes on from; what was written of later ones is dropped."""
+    def __init__(self, staging: Staging | None, start: int = 0, spec: RunSpec | None = None) -> None:
+        """``start``: the step that a resumed run goes on from; what was written of later ones is dropped. ``spec``: who
+        --report-to names gets them too."""
         self._staging = staging
+        self._reports: list[reports.Report] = []
+        self._told = 0.0
+        """The last step that the reports of a resumed run have: nothing is taken back from them, nothing sent twice."""
         self._rows: list[dict[str, float]] = []
         self._board: Any = None
         if staging is not None:
@@ -28,10 +34,14 @@ class Metrics:
 
             path = staging.path / "metrics.jsonl"
             if start and path.is_file():
-                self._rows = [row for row in _rows(path) if row["step"] <= start]
+                before = _rows(path)
+                self._rows = [row for row in before if row["step"] <= start]
+                self._told = max((row["step"] for row in before), default=0)
             self._file = path.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(row) + "\n" for row in self._rows)
             self._board = SummaryWriter(str(staging.path / "tensorboard"), purge_step=start + 1 if start else None)
+            if spec is not None and spec.report_to:
+                self._reports = reports.start(spec, staging.path / REPORTS, resumed=start > 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The values after a step (counted from 1)."""
@@ -43,6 +53,8 @@ class Metrics:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+        for report in self._reports if step > self._told else ():
+            report.log(values, step)
 
     def draw(self) -> None:
         """loss.png as far as the run is."""
@@ -58,13 +70,16 @@ class Metrics:
             return
         self._file.close()
         self._board.close()
+        for report in self._reports:
+            report.close()
         if kind is None:
             self._attach(self._staging)
 
     def _attach(self, staging: Staging) -> None:
         self.draw()
         boards = sorted((staging.path / "tensorboard").iterdir())
-        for name in ("metrics.jsonl", PLOT, *(f"tensorboard/{path.name}" for path in boards)):
+        told = [REPORTS] if self._reports else []
+        for name in ("metrics.jsonl", PLOT, *told, *(f"tensorboard/{path.name}" for path in boards)):
             staging.attach(name)
 
 

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import datetime
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mst_core import devices
-
-TIMEOUT = datetime.timedelta(minutes=30)
+from mst_core import cluster, devices
 
 
-def join() -> torch.device:
-    """Join the world that the launcher made; where this rank computes."""
+def join(timeout: float = 1800.0) -> torch.device:
+    """Join the world that the launcher made, for whose ranks this one waits ``timeout`` seconds; where it computes."""
     kind = devices.best()
     if not dist.is_initialized():
-        dist.init_process_group(devices.collective_backend(kind), timeout=TIMEOUT)
+        wait = datetime.timedelta(seconds=timeout)
+        dist.init_process_group(devices.collective_backend(kind), timeout=wait)
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, dist.get_rank() % devices.count(kind))
+    device = torch.device(kind, cluster.local_rank() % devices.count(kind))
     torch.get_device_module(kind).set_device(device)
     return device
+
+
+def limit(timeout: float) -> None:
+    """From now on the collectives of every group wait so many seconds. Groups that libraries made have their own."""
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+
+
+def first_to_speak() -> bool:
+    """Whether no other rank has an error that it says. Where ranks cannot tell, every one speaks."""
+    if not dist.is_initialized():
+        return True
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        first = store.add("mst/spoke", 1) == 1
+        end = time.monotonic() + 2.0
+        # The store may end with rank 0.
+        while not dist.get_rank() and store.add("mst/spoke", 0) < dist.get_world_size() and time.monotonic() < end:
+            time.sleep(0.1)
+    except RuntimeError:
+        return True
+    return first
 
 
 def leave() -> None:

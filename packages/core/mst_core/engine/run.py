@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, console, deepspeed_json, files, manifest
+from mst_core import checkpoint, cluster, console, deepspeed_json, files, manifest, remote
 from mst_core.checkpoint import Staging
 from mst_core.data.order import Order
 from mst_core.data.sources import Source, paths
 from mst_core.engine import launch, loop
 from mst_core.engine.loop import Unit
+from mst_core.engine.meter import Meter
 from mst_core.engine.saves import Saves, enter_state
 from mst_core.engine.seam import Engine, Objective
 from mst_core.errors import InputError
@@ -25,7 +27,8 @@ from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
-    "zero", "offload", "deepspeed", "recompute",
+    "zero", "offload", "deepspeed", "recompute", "nodes", "node_rank", "rendezvous", "print_launch", "timeout",
+    "report_to", "peak_tflops",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = (
@@ -34,7 +37,9 @@ LAYOUT = (
     "moe_token_dispatcher_type", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
 """Settings that a run may change when it goes on: another layout of ranks makes the same steps."""
-KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/")
+KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/", "reports.json")
+SEEN_WITHIN = 30.0
+"""Seconds for a shared file system to show other machines a new directory."""
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -64,11 +69,13 @@ class Job:
 def execute(job: Job) -> dict[str, Any]:
     """Run ``job`` on this rank; the result (rank 0): out, id, steps and the last metrics."""
     # Who the parents are is read before the run: afterwards their files may be others.
-    parents = _parents(job) if launch.rank() == 0 else []
+    parents = _parents(job) if cluster.rank() == 0 else []
     engine = launch.make_engine(job.engine, job.spec, job.model_dir)
     with _staging(job, engine) as staging:
+        _check_shared(job.spec.out, engine)
         saves = _saves(job, engine, staging, parents)
-        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, saves, job.order)
+        meter = Meter.of(job.spec, job.model_dir)
+        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, saves, job.order, meter)
         _write(job, engine, staging, saves, done)
         result: dict[str, Any] = {}
         if staging is not None:
@@ -80,9 +87,11 @@ def execute(job: Job) -> dict[str, Any]:
                 staging.attach(name)
             with put_away(staging):
                 made = _commit(job, staging, parents, done, done.steps)
-            counts = {"rows": len(job.units), "rows_set_aside": job.rejected.count("\n"), "steps": done.steps}
-            first = {"first_loss": done.first["loss"]}
-            result = {"out": str(job.spec.out), "id": made.id, **counts, "tokens": done.tokens, **first, **done.last}
+            if job.spec.remote:
+                remote.finish(job.spec.remote, job.spec.out)
+            result = {"out": job.spec.remote or str(job.spec.out), "id": made.id, "rows": len(job.units)}
+            result |= {"rows_set_aside": job.rejected.count("\n"), "steps": done.steps, "tokens": done.tokens}
+            result |= {"first_loss": done.first["loss"], **done.last}
     # Only after success: leaving the groups in good order would wait for ranks that failed.
     engine.close()
     return result
@@ -92,7 +101,25 @@ def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]
     if engine.rank:
         return nullcontext()
     out, extends = job.spec.out, job.spec.resume and (job.spec.out / RUN).is_file()
-    return checkpoint.stage(out, job.spec.overwrite or extends, keep=_kept if job.spec.resume else None)
+
+    def kept(staged: Path) -> list[str]:
+        if job.spec.remote:
+            remote.fetch(job.spec.remote, staged)
+        return _kept(staged)
+
+    return checkpoint.stage(out, job.spec.overwrite or extends, keep=kept if job.spec.resume else None)
+
+
+def _check_shared(out: Path, engine: Engine) -> None:
+    """Every rank writes its part of a checkpoint into the directory that rank 0 made: raises InputError where one does
+    not see it."""
+    engine.agree(0)
+    made, end = checkpoint.partial(out), time.monotonic() + SEEN_WITHIN
+    while not made.is_dir() and time.monotonic() < end:
+        time.sleep(0.2)
+    if blind := engine.agree(0 if made.is_dir() else engine.rank + 1):
+        what = f"rank {blind - 1} does not see what rank 0 made there"
+        raise InputError(what, where=made, hint="--out on a file system that all nodes share")
 
 
 def _kept(staged: Path) -> list[str]:
@@ -115,7 +142,11 @@ def _saves(job: Job, engine: Engine, staging: Staging | None, parents: list[Pare
     def commit(made: Staging, step: int, done: Fit) -> manifest.Manifest:
         return _commit(job, made, parents, done, step)
 
-    return Saves(engine, spec.out.absolute(), staging, settings, commit, spec.save_every, spec.keep, found)
+    def publish(step: int) -> None:
+        if spec.remote and staging is not None:
+            remote.publish(spec.remote, staging.path, step)
+
+    return Saves(engine, spec.out.absolute(), staging, settings, commit, publish, spec.save_every, spec.keep, found)
 
 
 def _write(job: Job, engine: Engine, staging: Staging | None, saves: Saves, done: Fit) -> None:

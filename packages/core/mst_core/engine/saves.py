@@ -21,6 +21,7 @@ class Saves:
 
     settings  what a run that goes on must share
     commit    (staging, step, done): makes a filled directory appear
+    publish   (step): copies it to where it is wanted too
     every     steps between two saves; None: only when asked to stop
     keep      how many checkpoints stay; the newest whole one always does
     """
@@ -30,6 +31,7 @@ class Saves:
     staging: Staging | None
     settings: Mapping[str, Any]
     commit: Callable[[Staging, int, Fit], object]
+    publish: Callable[[int], object]
     every: int | None
     keep: int
     found: Found | None = None
@@ -72,6 +74,7 @@ class Saves:
         whole = [path for number, path in steps_in(partial(self.out) / FOLDER) if number <= step]
         for old in whole[: -self.keep]:
             shutil.rmtree(old)
+        self.publish(step)
 
     def write(self, made: Staging | None, directory: Path) -> None:
         """Weights and state, by all ranks; returns when all are done."""

@@ -42,7 +42,8 @@ class MegatronEngine:
         self.dims = self.source.model.dims
         check_layout(self.source.model, spec, model_dir)
         _quiet()
-        groups.start(spec.tp, spec.pp, spec.seed, vp=spec.vp, cp=spec.cp, ep=spec.ep, etp=spec.expert_tp)
+        sizes = {"vp": spec.vp, "cp": spec.cp, "ep": spec.ep, "etp": spec.expert_tp}
+        groups.start(spec.tp, spec.pp, spec.seed, **sizes, timeout=spec.timeout)
         from megatron.core import parallel_state
 
         self.rank = dist.get_rank()

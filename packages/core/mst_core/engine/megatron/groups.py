@@ -11,12 +11,22 @@ from mst_core.engine import ranks
 from mst_core.engine.megatron import cpu
 
 
-def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None) -> None:
+def start(
+    tp: int,
+    pp: int,
+    seed: int,
+    *,
+    vp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    timeout: float = 1800.0,
+) -> None:
     """Join the world and make Megatron's groups: tensor parallel ranks adjacent, then context, data, pipeline."""
     cpu.apply()
     from megatron.core import parallel_state, tensor_parallel
 
-    place = ranks.join()
+    place = ranks.join(timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -25,6 +35,7 @@ def start(tp: int, pp: int, seed: int, *, vp: int = 1, cp: int = 1, ep: int = 1,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         create_gloo_process_groups=place.type != "cpu",
+        distributed_timeout_minutes=timeout / 60,  # gloo's point to point takes that of a group's making
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

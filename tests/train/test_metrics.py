@@ -1,0 +1,183 @@
+"""What a run measures, where it goes, and that a run which goes on leaves no gap and nothing twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from mst_core import families, flops, tensors
+from mst_core.engine import saves
+from mst_core.errors import MissingPackage, Stopped
+from mst_core.runspec import RunSpec
+from mst_train.plan import plan
+from mst_train.spec import TrainSpec
+from mst_train.work import work
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
+    fields = {"global_batch": 4, "lr": 3e-3, "precision": "fp32", "steps": 6, "save_every": 2, **settings}
+    spec = TrainSpec(model=str(model), data=(data,), out=out, **fields)
+    return work(spec, plan(spec)).data
+
+
+def stopped_and_resumed(model: Path, data: Path, out: Path, **settings: Any) -> None:
+    """A run that ends after step 5, of which only 4 are saved, and goes on."""
+    from mst_core.engine.plain import PlainEngine
+
+    step = PlainEngine.step
+
+    def cut(self: PlainEngine, *given: Any) -> dict[str, float]:
+        if self.steps == 5:
+            raise Stopped("stopped")
+        return step(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainEngine, "step", cut)
+        with pytest.raises(Stopped):
+            train(model, data, out, **settings)
+    train(model, data, out, resume=True, **settings)
+
+
+def test_a_run_that_goes_on_has_every_step_once(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stopped_and_resumed(tiny_hf("llama"), data, tmp_path / "out", peak_tflops=0.5)
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    names = {"loss", "lr", "grad_norm", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "memory_gb", "data_wait_s"}
+    assert all(names <= row.keys() and all(row[name] > 0 for name in names) for row in rows)
+    board = EventAccumulator(str(tmp_path / "out/tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+    assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_is_there_at_each_save(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    seen = []
+    save = saves.Saves.save
+
+    def watched(self: saves.Saves, step: int, done: Any) -> None:
+        save(self, step, done)
+        seen.append((tmp_path / "out.partial/loss.png").is_file())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saves.Saves, "save", watched)
+        train(tiny_hf("llama"), data, tmp_path / "out")
+    assert seen == [False, True]  # drawn after a save
+
+
+@pytest.mark.parametrize(("family", "dims"), [("llama", {}), ("qwen3", {}), ("qwen2", {})])
+@pytest.mark.parametrize("lora", [None, 4])
+def test_flops_are_those_that_torch_counts(
+    tiny_hf: Callable[..., Path], family: str, dims: dict[str, Any], lora: int | None
+) -> None:
+    """All but attention, whose causal half torch counts whole: taken apart by two lengths."""
+    path = tiny_hf(family, **dims)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    spec = RunSpec(model="m", data=("d",), out="o", lora_rank=lora)
+    if lora:
+        from mst_core.engine import lora as adapters
+
+        model = adapters.wrap(model, 0, lora, 8.0, spec.targets)
+    config = tensors.config(path)
+    cost = flops.cost(families.family_for(config).model(config), config, spec)
+    assert cost is not None
+
+    def counted(length: int) -> int:
+        tokens_BT = torch.arange(length)[None] + 3
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=tokens_BT, use_cache=False).logits.sum().backward()
+        return counter.get_total_flops()
+
+    # Of two lengths the linear part is what does not grow with the square; full attention is twice the causal half.
+    lengths = (32, 64)
+    whole = [cost.step([length]) + (cost.step([length]) - _linear(cost, length)) for length in lengths]
+    found = [counted(length) for length in lengths]
+    # Frozen weights below the first adapter need no gradient at all, which the count by rows does not know.
+    assert found == pytest.approx(whole, rel=0.05 if lora else 0.01)
+
+
+def _linear(cost: flops.Cost, length: int) -> float:
+    return cost._replace(attention=()).step([length])
+
+
+def test_a_window_and_active_experts_count_as_they_are() -> None:
+    assert flops._pairs(10, None) == 50
+    assert flops._pairs(10, 4) == 32  # 4 x 10 - 8
+    assert flops._pairs(3, 4) == 4.5
+    config = {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 330, "num_local_experts": 8,
+        "max_position_embeddings": 256, "sliding_window": None,
+    }  # fmt: skip
+    spec = RunSpec(model="m", data=("d",), out="o")
+    found = []
+    for active in (1, 2):
+        told = {**config, "num_experts_per_tok": active}
+        cost = flops.cost(families.family_for(told).model(told), told, spec)
+        assert cost is not None
+        found.append(cost.matrices)
+    assert found[1] - found[0] == 2 * 3 * 64 * 96  # one more expert in each of two layers
+    assert flops.cost(families.family_for(config).model(config), config, spec) is None
+
+
+def test_peaks_are_known_or_left_out(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    known = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312,
+             "NVIDIA A10": 125, "NVIDIA B200": 2250, "NVIDIA GeForce RTX 4090": None, "cpu": None}  # fmt: skip
+    assert {name: flops.peak(name, "bf16") for name in known} == known
+    assert flops.peak("NVIDIA H100 PCIe", "fp32") is None
+    done = train(tiny_hf("llama"), data, tmp_path / "out", steps=1)
+    assert "mfu" not in done
+
+
+def test_a_report_that_is_not_installed_is_refused_first(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage) as caught:
+        train(tiny_hf("llama"), data, tmp_path / "out", report_to=("trackio",))
+    assert caught.value.hint == "pip install trackio"
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+def test_a_report_gets_what_the_file_gets(
+    name: str, tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of that name with the real ones' init, log and finish, where the real one is not installed."""
+    (tmp_path / f"{name}.py").write_text(
+        "import json, os\n\n\ndef init(**given):\n    note('init', given)\n    return Run()\n\n\n"
+        "def log(values, step=None):\n    note('log', {**values, 'step': step})\n\n\n"
+        "def finish():\n    note('finish', {})\n\n\n"
+        "class Run:\n    log, finish = staticmethod(log), staticmethod(finish)\n\n\n"
+        "def note(kind, given):\n    with open(os.path.join(os.path.dirname(__file__), 'noted'), 'a') as file:\n"
+        "        file.write(json.dumps([kind, given], default=str) + '\\n')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    stopped_and_resumed(tiny_hf("llama"), data, tmp_path / "out", report_to=(name,))
+    noted = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    monkeypatch.delitem(sys.modules, name)
+    assert [kind for kind, _ in noted] == ["init", *["log"] * 5, "finish", "init", "log", "finish"]
+    first, again = [given for kind, given in noted if kind == "init"]
+    assert {key: first.get(key) for key in ("id", "name")} == {key: again.get(key) for key in ("id", "name")}
+    assert again["resume"] == "allow"
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    sent = [(given["step"], given["loss"]) for kind, given in noted if kind == "log"]
+    assert sent == [(row["step"], row["loss"]) for row in rows]
