@@ -25,7 +25,7 @@ schedule_lr = schedule.lr
 
 def lr(step, **known):
     if step == 3 and os.environ.get("RANK") == "1":
-        print("rank 1 does it now", flush=True)
+        print("rank 1 does it now", file=sys.stderr, flush=True)
         {does}
     return schedule_lr(step, **known)
 

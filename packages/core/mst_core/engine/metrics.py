@@ -25,12 +25,16 @@ class Metrics:
         --report-to names gets them too."""
         self._staging = staging
         self._reports: list[reports.Report] = []
+        self._told = 0.0
+        """The last step that the reports of a resumed run have: nothing is taken back from them, nothing sent twice."""
         self._board: Any = None
         if staging is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             path = staging.path / LINES
-            kept = [row for row in _rows(path) if row["step"] <= start] if start and path.is_file() else []
+            before = _rows(path) if start and path.is_file() else []
+            kept = [row for row in before if row["step"] <= start]
+            self._told = max((row["step"] for row in before), default=0.0)
             self._file = path.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(row) + "\n" for row in kept)
             self._board = SummaryWriter(str(staging.path / "tensorboard"), purge_step=start + 1 if start else None)
@@ -46,7 +50,7 @@ class Metrics:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
-        for report in self._reports:
+        for report in self._reports if step > self._told else ():
             report.log(values, step)
 
     def draw(self) -> None:

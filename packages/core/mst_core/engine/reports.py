@@ -25,7 +25,7 @@ class Report(Protocol):
 
 
 class Wandb:
-    """https://docs.wandb.ai: steps that it has already are passed over by it."""
+    """https://docs.wandb.ai"""
 
     def __init__(self, library: Any, name: str, ident: str, settings: dict[str, Any], resumed: bool) -> None:
         self.run = library.init(name=name, id=ident, resume="allow", config=settings)
