@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -191,6 +192,15 @@ def random_model(directory: Path, config: dict[str, Any], nbytes: float) -> None
     if len(parts) > 1:
         (directory / tensors.INDEX).write_bytes(tensors.index_json(index, 0))
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+
+
+def world_of_one() -> None:
+    """Be the one rank of a world, as a launcher would say it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
 
 
 def cpu() -> str:

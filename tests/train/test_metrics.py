@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from mst_core import families, flops, tensors
+from mst_core import families, flops, lora_sites, tensors
 from mst_core.engine import saves
 from mst_core.errors import MissingPackage, Stopped
 from mst_core.runspec import RunSpec
@@ -92,12 +92,13 @@ def test_flops_are_those_that_torch_counts(
     path = tiny_hf(family, **dims)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     spec = RunSpec(model="m", data=("d",), out="o", lora_rank=lora)
+    config = tensors.config(path)
+    known = families.family_for(config).model(config)
     if lora:
         from mst_core.engine import lora as adapters
 
-        model = adapters.wrap(model, 0, lora, 8.0, spec.targets)
-    config = tensors.config(path)
-    cost = flops.cost(families.family_for(config).model(config), config, spec)
+        model = adapters.wrap(model, spec, known, lora_sites.chosen(known, spec.lora_targets))
+    cost = flops.cost(known, config, spec)
     assert cost is not None
 
     def counted(length: int) -> int:

@@ -326,7 +326,7 @@ class RunSpec(Spec):
         if self.compile and (self.engine not in ("auto", "plain") or self.ranks > 1):
             raise ValueError("--compile is for the plain engine")
         if self.engine == "deepspeed" and self.async_save:
-            raise ValueError("--engine deepspeed has no --async-save: DeepSpeed writes its checkpoints itself")
+            raise ValueError("--engine deepspeed has no --async-save")
 
     @property
     def ranks(self) -> int:
