@@ -54,7 +54,7 @@ def enter(folder: Path) -> None:
     os.dup2(log.fileno(), 2)
     stack = os.open(folder / f"stack-{number}", os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    (folder / f"pid-{number}").write_text(str(os.getpid()))
+    _put(folder, "pid", str(os.getpid()).encode())
 
 
 @contextmanager

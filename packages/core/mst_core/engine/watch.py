@@ -128,8 +128,9 @@ class Watch(threading.Thread):
         if place.nodes > 1:
             self.peers.put("hung", True)
             self.peers.put(f"found/{place.index}", [list(part.items()) for part in found])
+            end = time.monotonic() + failures.PATIENCE / 2  # this node's ranks wait for the result
             others = [n for n in range(place.nodes) if n != place.index]
-            heard = [self.peers.get(f"found/{n}", failures.PATIENCE / 2) for n in others]
+            heard = [self.peers.get(f"found/{n}", max(0.0, end - time.monotonic())) for n in others]
             all_found += [[dict(part) for part in parts] for parts in heard if parts]
         waiting, standing = ({n: where for part in all_found for n, where in part[i].items()} for i in (0, 1))
         return failures.explain(waiting, standing, self.timeout)
