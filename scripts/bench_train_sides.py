@@ -109,8 +109,9 @@ def padded(turns: Turns, given: Given) -> Found:
     samples = samples_of(spec).samples
     batches = batches_of(samples, spec)
     found = Found(lengths(batches), lengths(batches))
+    engine = watched(PlainEngine, turns, found, spec, given.model)  # before: loading is not safe beside another
     with turns.beside(lambda: trainer(given, batches, turns, found)):
-        fit(watched(PlainEngine, turns, found, spec, given.model), SFT, samples, spec, turns)
+        fit(engine, SFT, samples, spec, turns)
     return found
 
 
@@ -125,8 +126,9 @@ def packed(turns: Turns, given: Given) -> Found:
     spec = spec_of(given, packing=True, micro_batch=rows, global_batch=rows)
     ours = batches_of(loaded.samples, spec)
     found = Found(lengths(ours), lengths(theirs))
+    engine = watched(PlainEngine, turns, found, spec, given.model)
     with turns.beside(lambda: trainer(given, theirs, turns, found)):
-        fit(watched(PlainEngine, turns, found, spec, given.model), SFT, loaded.samples, spec, turns)
+        fit(engine, SFT, loaded.samples, spec, turns)
     found.losses = found.their_losses = []  # of other rows
     return found
 
@@ -137,16 +139,16 @@ def compiled(turns: Turns, given: Given) -> Found:
     samples = samples_of(spec).samples
     batches = batches_of(samples, spec)
     found = Found(lengths(batches), lengths(batches))
+    plain, engine = PlainEngine(spec_of(given), given.model), watched(PlainEngine, turns, found, spec, given.model)
 
     def without() -> None:
-        engine = PlainEngine(spec_of(given), given.model)
         for batch in batches:
             turns.begin(THEIRS)
-            found.their_losses.append(engine.step([collate(batch)], SFT, LR)["loss"])
+            found.their_losses.append(plain.step([collate(batch)], SFT, LR)["loss"])
         turns.end(THEIRS)
 
     with turns.beside(without):
-        fit(watched(PlainEngine, turns, found, spec, given.model), SFT, samples, spec, turns)
+        fit(engine, SFT, samples, spec, turns)
     return found
 
 

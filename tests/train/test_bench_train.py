@@ -63,10 +63,8 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("name", ["padded", "megatron", *(pytest.param(n, marks=SLOW) for n in ("packed", "compiled"))])
 def test_both_sides_make_the_same_steps(tiny_hf: Callable[..., Path], tmp_path: Path, bench: Any, name: str) -> None:
-    rows = [
-        {"instruction": "pack my box " * (1 + i % 5), "input": "", "output": "dozen jugs " * (1 + i % 3)}
-        for i in range(40)
-    ]
+    texts = [("pack my box " * (1 + i % 5), "dozen jugs " * (1 + i % 3)) for i in range(40)]
+    rows = [{"instruction": asked, "input": "", "output": answer} for asked, answer in texts]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     given = {"name": name, "model": str(tiny_hf("llama")), "rows": str(tmp_path / "rows.json"),
              "work": str(tmp_path / "w"), "pairs": 3, "warm": 1, "batch": 4, "seq_length": 128}  # fmt: skip
