@@ -80,6 +80,8 @@ def _leave(folder: Path, error: BaseException) -> NoReturn:
         _put(folder, "error", pickle.dumps(error))
     else:
         _put(folder, "bug", "".join(traceback.format_exception(error)).encode())
+        if ECHO.search(str(error)):
+            time.sleep(1.0)  # torch tells of the rank that ended first: let it be the one that is gone
     sys.stdout.flush()
     sys.stderr.flush()
     code = RunError.exit_code if waited else getattr(error, "exit_code", MstError.exit_code)
