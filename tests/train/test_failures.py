@@ -81,7 +81,9 @@ HUNG = {
 }
 
 
-@pytest.mark.parametrize("engine", HUNG)
+@pytest.mark.parametrize(
+    "engine", [name if name == "megatron" else pytest.param(name, marks=pytest.mark.slow) for name in HUNG]
+)
 def test_a_hung_collective_names_who_waits_where_and_for_whom(
     engine: str, run: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_loss_that_is_not_finite_is_one_error(run: Callable[..., tuple[int, st
         stands(tmp_path / "out", 1)
 
 
+@pytest.mark.slow
 def test_a_launchers_rank_that_hangs_names_the_collective(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """torchrun's processes are not ours to look at: the one that waited says where, and torchrun ends the others."""
     torchrun = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2")
