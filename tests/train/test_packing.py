@@ -150,10 +150,10 @@ def test_a_model_with_a_state_along_the_row_is_refused(made: Callable[..., Path]
         stepped(model, list(pack.Packed(samples_of(2), [[0, 1]])), 1)
 
 
-def test_a_source_with_a_share_is_packed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_with_a_share_is_packed_apart() -> None:
     found = load.Loaded(samples_of(60))
     found.counts = [(Source("a", (), weight=1.0), 40), (Source("b", (), weight=3.0), 20)]
-    found.pack(64, seed=0)
+    said = found.pack(64, seed=0)
     (_, first), (_, second) = found.counts
     assert isinstance(found.samples, pack.Packed)
     assert {index for row in found.samples.bins[:first] for index in row} == set(range(40))
@@ -161,7 +161,7 @@ def test_a_source_with_a_share_is_packed_apart(capsys: pytest.CaptureFixture[str
     order = found.order(0, 30)  # about as many packed rows as hold 30 samples
     assert order.size == round(30 * len(found.samples) / 60)
     assert order.quotas()[1] == pytest.approx(0.75 * order.size, abs=0.5)
-    assert f"60 samples packed into {len(found.samples)} rows of 64 tokens" in capsys.readouterr().err
+    assert f"60 samples packed into {len(found.samples)} rows of 64 tokens" in said
     with pytest.raises(SettingsError):
         TrainSpec.parse(["--model", "m", "--data", "d", "--out", "o", "--pakcing"])
 
