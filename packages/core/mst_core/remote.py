@@ -22,9 +22,6 @@ from mst_core.spec import Result
 if TYPE_CHECKING:
     from mst_core.runspec import RunSpec
 
-WITH_RUN = ("metrics.jsonl", "reports.json", "loss.png", "tensorboard/")
-"""What goes along with the checkpoints of a run in progress."""
-
 
 class Store:
     """The directory ``url`` of a store. Raises InputError for what the store refuses, MissingPackage for a client."""
@@ -130,7 +127,7 @@ def fetch(url: str, staged: Path) -> None:
         shutil.rmtree(made, ignore_errors=True)
         store.get(name, made)
         made.rename(staged / name)
-        with_it = [file for file in store.names() if file.startswith(WITH_RUN)]
+        with_it = [file for file in store.names() if file.startswith(resume.HISTORY)]
         store.get("", staged, with_it)
         try:
             if not checkpoint.verify(staged / name):
@@ -143,7 +140,7 @@ def publish(url: str, staged: Path, step: int) -> None:
     """Copy the checkpoint of ``step`` to the store, and remove there those that are no longer here."""
     store = Store(url).partial
     store.put(staged / resume.FOLDER / resume.name_of(step), f"{resume.FOLDER}/{resume.name_of(step)}")
-    store.put(staged, only=[file for file in files.listing(staged) if file.startswith(WITH_RUN)])
+    store.put(staged, only=[file for file in files.listing(staged) if file.startswith(resume.HISTORY)])
     kept = {number for number, _ in resume.steps_in(staged / resume.FOLDER)}
     for old in set(store.steps()) - kept:
         store.remove(f"{resume.FOLDER}/{resume.name_of(old)}")

@@ -22,7 +22,7 @@ from mst_core.engine.saves import Saves, enter_state
 from mst_core.engine.seam import Engine, Objective
 from mst_core.errors import InputError
 from mst_core.manifest import Parent
-from mst_core.resume import RUN, STATE, Fit, newest, put_away
+from mst_core.resume import FOLDER, HISTORY, RUN, STATE, Fit, newest, put_away
 from mst_core.runspec import RunSpec
 
 NOT_IN_THE_ID = (
@@ -38,7 +38,6 @@ LAYOUT = (
     "zero", "offload_optimizer", "offload_param",
 )  # fmt: skip
 """Settings that a run may change when it goes on: another layout of ranks makes the same steps."""
-KEPT = ("checkpoints/", "metrics.jsonl", "tensorboard/", "reports.json")
 SEEN_WITHIN = 30.0
 """Seconds for a shared file system to show other machines a new directory."""
 LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dora", "qlora")
@@ -106,7 +105,12 @@ def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]
     def kept(staged: Path) -> list[str]:
         if job.spec.remote:
             remote.fetch(job.spec.remote, staged)
-        return _kept(staged)
+        if extends and not (staged / HISTORY[0]).exists():
+            for name in files.listing(out):
+                if name.startswith(HISTORY):
+                    (staged / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(out / name, staged / name)
+        return [name for name in files.listing(staged) if name.startswith((f"{FOLDER}/", *HISTORY))]
 
     return checkpoint.stage(out, job.spec.overwrite or extends, keep=kept if job.spec.resume else None)
 
@@ -121,11 +125,6 @@ def _check_shared(out: Path, engine: Engine) -> None:
     if blind := engine.agree(0 if made.is_dir() else engine.rank + 1):
         what = f"rank {blind - 1} does not see what rank 0 made there"
         raise InputError(what, where=made, hint="--out on a file system that all nodes share")
-
-
-def _kept(staged: Path) -> list[str]:
-    """What a run that goes on finds again."""
-    return [name for name in files.listing(staged) if name.startswith(KEPT)]
 
 
 def _saves(job: Job, engine: Engine, staging: Staging | None, parents: list[Parent]) -> Saves:
