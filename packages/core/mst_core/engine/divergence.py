@@ -26,7 +26,7 @@ class Divergence:
         units: Sequence[Unit],
         steps: Sequence[Sequence[int]],
         batches: Batches,
-        seq_length: int,
+        seq_length: int | None,
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``steps``: the indices of the units of each global step, two or more."""
@@ -52,8 +52,8 @@ class Divergence:
         return self._engine.total(found)
 
 
-def mismatched(prompt: Sample, answer: Sample, seq_length: int) -> Sample:
-    """The prompt of one row with the answer of another, cut at its right end to ``seq_length`` tokens."""
+def mismatched(prompt: Sample, answer: Sample, seq_length: int | None) -> Sample:
+    """The prompt of one row with the answer of another, cut at its right end to ``seq_length`` tokens (None: whole)."""
     ends, begins = prompt.mask.index(1), answer.mask.index(1)
     tokens = [*prompt.tokens[:ends], *answer.tokens[begins:]][:seq_length]
     mask = [*prompt.mask[:ends], *answer.mask[begins:]][:seq_length]

@@ -145,8 +145,8 @@ class HFEngine:
                 coefficients[name] = term.coefficient
         # Asked once, after the last micro-batch: a device need not be waited for before.
         sums = self._sum({name: sum(torch.stack(parts).tolist()) for name, parts in found.items()})
-        means = {name: sums[name] / total[name] if total[name] else 0.0 for name in sums}
-        means["loss"] = sum(coefficients[name] * means[name] for name in coefficients)
+        means = {name: sums[name] / total[name] for name in sums if total[name]}
+        means["loss"] = sum(coefficients[name] * mean for name, mean in means.items())
         means["grad_norm"] = self._update(means["loss"], lr)
         return means
 

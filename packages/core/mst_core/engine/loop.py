@@ -128,7 +128,7 @@ def evaluate(
             sums[name] = sums.get(name, 0.0) + float(term.sum)
             weights[name] = weights.get(name, 0.0) + term.weight
             coefficients[name] = term.coefficient
-    means = {name: sums[name] / weights[name] if weights[name] else 0.0 for name in sums}
+    means = {name: sums[name] / weights[name] for name in sums if weights[name]}
     loss = sum(coefficients[name] * value for name, value in means.items())
     return {**means, "loss": loss}
 
@@ -186,9 +186,8 @@ def _divergence(
             hint = "--num-samples, or a --global-batch that leaves no batch of one row"
             raise InputError(f"step {step} has one row: {objective.name} compares each with another", hint=hint)
     with _progress(engine, sum(map(len, steps)), title, "row") as bar:
-        length = spec.seq_length or 0
         return Divergence(
-            engine, units, steps, lambda rows: micro_batches(rows, engine, spec, None), length, bar.advance
+            engine, units, steps, lambda rows: micro_batches(rows, engine, spec, None), spec.seq_length, bar.advance
         )
 
 

@@ -123,9 +123,9 @@ class Engine(Protocol):
     """Data-parallel coordinates: ranks with one dp_rank get the same micro-batches."""
 
     def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
-        """One optimizer step. Returns each term's global sum / weight, and ``loss`` and ``grad_norm``,
-        the same on every rank. Raises RunError when the loss or the gradient norm is not finite; the weights
-        are then those of before the step."""
+        """One optimizer step. Returns each term's global sum / weight (not of terms that weigh nothing), and ``loss``
+        and ``grad_norm``, the same on every rank. Raises RunError when the loss or the gradient norm is not finite; the
+        weights are then those of before the step."""
         ...
 
     def score(self, batch: Batch, *, reference: bool = False) -> Tensor:

@@ -157,8 +157,8 @@ class MegatronEngine:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         for values in (first, coefficients):
             dist.broadcast(values, last, group=pipeline)
-        means = {n: value / total[n] if total[n] else 0.0 for n, value in zip(names, first.tolist(), strict=True)}
-        loss = sum(factor * means[n] for n, factor in zip(names, coefficients.tolist(), strict=True))
+        means = {n: value / total[n] for n, value in zip(names, first.tolist(), strict=True) if total[n]}
+        loss = sum(f * means[n] for n, f in zip(names, coefficients.tolist(), strict=True) if n in means)
         return {**means, "loss": loss}
 
     def _update(self, loss: float) -> dict[str, float]:
