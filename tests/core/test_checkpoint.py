@@ -221,3 +221,11 @@ def test_a_lossy_step_breaks_the_tie(tmp_path: Path) -> None:
     )
     adapter = make(tmp_path / "adapter", b"ab", parents=(Parent(role="base", id=tuned.id),), dirs=(tmp_path / "tuned",))
     assert lineage.adapts(adapter, tmp_path / "adapter", source, tmp_path / "hf") is False
+
+
+def test_a_url_is_no_directory_here(tmp_path: Path) -> None:
+    """Without this, s3://bucket/x would be written to s3:/bucket/x below the working directory."""
+    for url in ("s3://bucket/x", "gs://bucket/x"):
+        with pytest.raises(InputError, match="is a URL"):
+            checkpoint.check_out(Path(url), overwrite=False)
+    checkpoint.check_out(tmp_path / "c:" / "x", overwrite=False)

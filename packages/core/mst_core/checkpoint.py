@@ -214,6 +214,9 @@ def check_out(out: Path, overwrite: bool) -> None:
     """Refuse an output that exists (unless it may be overwritten), or that cannot be a directory. For plans."""
     if out.name.endswith(".partial") or not out.name:
         raise InputError("an output cannot be called that", where=out)
+    if files.URL.fullmatch(str(out)):
+        what = "is a URL; of these tools mst-train and mst-align write to a store"
+        raise InputError(what, where=out, hint="write to a directory here, and copy that")
     if os.path.lexists(out):
         if not overwrite:
             raise InputError("exists", where=out, hint="--overwrite replaces it, or choose another --out")

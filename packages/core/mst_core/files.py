@@ -6,6 +6,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ TOKENIZER_FILES = (
 CONFIG_FILES = ("config.json", "generation_config.json", "adapter_config.json", "preprocessor_config.json")
 
 _CHUNK = 1 << 22
+URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)")
+"""What pathlib makes of s3://bucket/path."""
 
 
 def is_weights(path: str) -> bool:
