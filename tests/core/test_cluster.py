@@ -43,6 +43,7 @@ def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "4"}, (32, 4), Place(32, 5, nodes=4, rendezvous="gpu03-ib:23638")),
         ({**SRUN, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, (4,), Place(4)),
         ({**SRUN, "SLURM_STEP_ID": "4294967291"}, (4,), Place(4)),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1234"}, (4,), Place(4)),  # a batch script, sbatch without --ntasks
         (POD, (2,), Place(2, 1, as_rank=True, local=1, rendezvous="job-master-0:23456")),
         (POD, (16, 2), Place(16, 1, nodes=2, rendezvous="job-master-0:23456")),
         (POD2, (16,), Place(16, 1, nodes=2, rendezvous="job-0:29400")),

@@ -113,7 +113,8 @@ def started() -> Started | None:
 
 
 def _slurm(env: Mapping[str, str], address: str | None) -> Started | None:
-    count = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+    # A batch script knows SLURM_NTASKS only where sbatch was given --ntasks.
+    count = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS", 1)
     # Steps above are not srun's: SLURM numbers the batch script and an interactive shell from 0xfffffff0.
     if _number(env, "SLURM_STEP_ID", 1 << 31) >= 1 << 31:
         if count > 1:

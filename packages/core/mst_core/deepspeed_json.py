@@ -55,6 +55,8 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     zero = {**given.get("zero_optimization", {}), "stage": stage}
     for name in OFFLOADS[spec.offload]:
         zero.setdefault(name, {"device": "cpu"})
+    if spec.async_save and "nvme" in (_device(zero, name) for name in OFFLOADS["all"]):
+        raise SettingsError("--async-save: what is on NVMe DeepSpeed writes itself, while the training waits")
     return {
         **{name: value for name, value in given.items() if name in OWN and value != "auto"},
         **_batches(spec),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,12 +10,11 @@ from pydantic import AliasChoices, BeforeValidator, Field, PrivateAttr, model_va
 
 from mst_core import cluster
 from mst_core.cluster import Place
+from mst_core.files import URL
 from mst_core.spec import Spec
 
 Name = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
 """A source of rows (data/sources.py); from Python also a Path."""
-URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)")
-"""What pathlib makes of s3://bucket/path."""
 NO_QLORA = {
     "fsdp": "fully_shard cuts weights along their rows, 4-bit ones have none: --engine plain, or deepspeed --zero 2",
     "megatron": "megatron-core has no 4-bit layers: --engine plain, or deepspeed --zero 2",
@@ -325,8 +323,6 @@ class RunSpec(Spec):
             raise ValueError("--zero, --offload and --deepspeed need --engine deepspeed")
         if self.compile and (self.engine not in ("auto", "plain") or self.ranks > 1):
             raise ValueError("--compile is for the plain engine")
-        if self.engine == "deepspeed" and self.async_save:
-            raise ValueError("--engine deepspeed has no --async-save")
 
     @property
     def ranks(self) -> int:
