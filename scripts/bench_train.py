@@ -190,7 +190,7 @@ class Turns:
         def guarded() -> None:
             try:
                 loop()
-            except BaseException as error:
+            except BaseException as error:  # whatever ends one side must wake the other
                 self.fail(error)
                 raise
 
@@ -198,7 +198,7 @@ class Turns:
         thread.start()
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C as well: the thread would be waited for
             self.fail(error)
             raise
         finally:

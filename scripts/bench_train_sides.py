@@ -83,7 +83,7 @@ def lengths(batches: Sequence[Sequence[Sample]]) -> list[int]:
 def watched(kind: type[Any], turns: Turns, found: Found, spec: TrainSpec, model: Path) -> Engine:
     """An engine that waits for its turn at each step, and tells how long it was inside."""
 
-    class Watched(kind):  # type: ignore[misc]
+    class Watched(kind):
         def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
             turns.begin(OURS)
             begun = time.process_time()
@@ -179,7 +179,7 @@ def trainer(given: Given, batches: Sequence[Sequence[Sample]], turns: Turns, fou
         remove_unused_columns=False, logging_strategy="no", train_sampling_strategy="sequential",
     )  # fmt: skip
     rows = [sample for batch in batches for sample in batch]
-    Told(model, settings, data_collator=labelled, train_dataset=rows, callbacks=[Steps()]).train()  # type: ignore[arg-type]
+    Told(model, settings, data_collator=labelled, train_dataset=rows, callbacks=[Steps()]).train()
 
 
 def labelled(rows: list[Sample]) -> dict[str, Tensor]:

@@ -200,7 +200,7 @@ def measure(model_dir: str, size: str, engine: str, profiles: str) -> dict[str, 
         losses.append(values["loss"])
         return values
 
-    trainer.step = timed  # type: ignore[method-assign]
+    trainer.step = timed
     with checkpoint.stage(out) as staging:
         loop.fit(trainer, CPT, Singles(samples), spec, staging)
     took = [after - before for before, after in zip(begins[warm:], begins[warm + 1 :], strict=False)]

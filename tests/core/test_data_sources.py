@@ -247,11 +247,26 @@ for name in sys.argv[1:]:
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
+class Silent(BaseHTTPRequestHandler):
+    """Logs nothing."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server of this process."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
 @pytest.fixture
 def hub_address() -> Iterator[str]:
     """A server that answers as the Hub does, for the real client."""
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Silent):
         def do_HEAD(self) -> None:
             self.answer(body=False)
 
@@ -286,13 +301,7 @@ def hub_address() -> Iterator[str]:
             if body:
                 self.wfile.write(content)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    yield from served(Hub)
 
 
 def test_data_sets_of_the_hub(hub_address: str, tmp_path: Path) -> None:
@@ -319,7 +328,7 @@ def test_data_sets_of_the_hub(hub_address: str, tmp_path: Path) -> None:
 def modelscope_address() -> Iterator[str]:
     """A server that answers as ModelScope's does, for the real client."""
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Silent):
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             parts, asked = path.strip("/").split("/"), parse_qs(query)
@@ -341,13 +350,7 @@ def modelscope_address() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    yield from served(Hub)
 
 
 def test_data_sets_of_modelscope(modelscope_address: str, tmp_path: Path) -> None:

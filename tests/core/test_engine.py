@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
-from mst_align.settings import choose
 from mst_core.checkpoint import stage
 from mst_core.data.render import Sample
 from mst_core.engine import loop, lora, schedule

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
-from mst_align.settings import choose
 from mst_core import checkpoint
 from mst_core.data.render import Sample
 from mst_core.engine import loop

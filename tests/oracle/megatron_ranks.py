@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
-from mst_align.settings import choose
 from mst_core import checkpoint
 from mst_core.data.render import Sample
 from mst_core.engine import loop

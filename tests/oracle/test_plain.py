@@ -13,8 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
-from mst_align.settings import choose
 from mst_core.checkpoint import stage
 from mst_core.data import pack
 from mst_core.data.render import Sample
@@ -51,6 +51,14 @@ def saved(engine: PlainEngine, out: Path) -> Path:
     return out
 
 
+def theirs_of(units: list[loop.Unit]) -> dict[str, torch.Tensor]:
+    """All rows at once, as transformers takes them."""
+    whole = loop._collate(units, None)
+    labels_BT = whole.tokens_BT.masked_fill(whole.mask_BT == 0, -100)
+    attention_BT = (torch.arange(labels_BT.shape[1]) < whole.lengths_B[:, None]).long()
+    return {"input_ids": whole.tokens_BT, "attention_mask": attention_BT, "labels": labels_BT}
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_three_steps_are_those_of_torch(tiny_hf: Callable[..., Path], family: str) -> None:
     """transformers' own loss on all rows at once, torch's clipping and AdamW, matrices decayed only."""
@@ -68,13 +76,11 @@ def test_three_steps_are_those_of_torch(tiny_hf: Callable[..., Path], family: st
         betas=(0.9, 0.95),
         eps=1e-8,
     )
-    whole = loop._collate(units, None)
-    labels_BT = whole.tokens_BT.masked_fill(whole.mask_BT == 0, -100)
-    attention_BT = (torch.arange(labels_BT.shape[1]) < whole.lengths_B[:, None]).long()
+    whole = theirs_of(units)
     for _ in range(3):
         found = engine.step(loop.micro_batches(units, engine, spec, None), SFT, spec.lr)
         optimizer.zero_grad()
-        loss = model(input_ids=whole.tokens_BT, attention_mask=attention_BT, labels=labels_BT).loss
+        loss = model(**whole).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
@@ -258,13 +264,11 @@ def test_families_whose_names_or_attention_are_their_own(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     model.get_input_embeddings().padding_idx = None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    whole = loop._collate(units, None)
-    labels_BT = whole.tokens_BT.masked_fill(whole.mask_BT == 0, -100)
-    attention_BT = (torch.arange(labels_BT.shape[1]) < whole.lengths_B[:, None]).long()
+    whole = theirs_of(units)
     for _ in range(3):
         found = engine.step(loop.micro_batches(units, engine, spec, None), SFT, spec.lr)
         optimizer.zero_grad()
-        loss = model(input_ids=whole.tokens_BT, attention_mask=attention_BT, labels=labels_BT).loss
+        loss = model(**whole).loss
         loss.backward()
         optimizer.step()
         assert found["loss"] == pytest.approx(float(loss), abs=1e-5)

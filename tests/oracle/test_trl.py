@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
-from mst_align.settings import choose
 from mst_core.data import rows, shapes
 from mst_core.data.render import Renderer, load_tokenizer
 from mst_core.engine import loop

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mst_align import pairs, unpaired
-from mst_align.settings import choose
+from mst_align.methods import choose
 from mst_core.data import shapes
 from mst_core.data.render import load_tokenizer
 from mst_core.engine import loop
@@ -174,6 +174,6 @@ def test_methods_without_a_reference(model: Path) -> None:
     theirs["orpo"] = -ORPOTrainer.odds_ratio_loss(fake, mean_P2[:, 0], mean_P2[:, 1])[0].mean()
     given = {"simpo": {"beta": 2.0, "gamma": 0.7}, "cpo": {"beta": 0.3}, "orpo": {"beta": 0.3}}
     for method, expected in theirs.items():
-        term = pairs.objective(choose(method, given[method])).loss(logp_BT, batch)[method]  # type: ignore[arg-type]
+        term = pairs.objective(choose(method, given[method])).loss(logp_BT, batch)[method]
         assert float(term.sum) / term.weight == pytest.approx(float(expected), rel=1e-6), method
         assert math.isfinite(float(expected))

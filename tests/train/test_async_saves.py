@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.train import running
 
 from mst_core import checkpoint, manifest, resume
 from mst_core.engine import background, plain, saves
 from mst_core.errors import RunError
-from mst_train.plan import plan
-from mst_train.spec import TrainSpec
-from mst_train.work import work
 
 BIN = Path(sys.executable).parent
 CHECKPOINTS = "out.partial/checkpoints"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
-    fields = {"global_batch": 4, "lr": 3e-3, "precision": "fp32", "steps": 6, "save_every": 2, **settings}
-    spec = TrainSpec(model=str(model), data=(data,), out=out, **fields)
-    return work(spec, plan(spec)).data
+train = partial(running.train, steps=6, save_every=2)
 
 
 class Gate:

@@ -6,35 +6,22 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train import running
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from mst_core import families, flops, lora_sites, tensors
+from mst_core import checkpoint, families, flops, lora_sites, tensors
 from mst_core.engine import saves
 from mst_core.errors import MissingPackage, Stopped
 from mst_core.runspec import RunSpec
-from mst_train.plan import plan
-from mst_train.spec import TrainSpec
-from mst_train.work import work
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
-    fields = {"global_batch": 4, "lr": 3e-3, "precision": "fp32", "steps": 6, "save_every": 2, **settings}
-    spec = TrainSpec(model=str(model), data=(data,), out=out, **fields)
-    return work(spec, plan(spec)).data
+train = partial(running.train, steps=6, save_every=2)
 
 
 def stopped_and_resumed(model: Path, data: Path, out: Path, **settings: Any) -> None:
@@ -67,6 +54,16 @@ def test_a_run_that_goes_on_has_every_step_once(tiny_hf: Callable[..., Path], da
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
     assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_extended_run_has_the_steps_of_before(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"keep_state": True, "schedule": "constant"}
+    train(tiny_hf("llama"), data, tmp_path / "out", steps=3, **more)
+    train(tiny_hf("llama"), data, tmp_path / "out", steps=5, resume=True, **more)
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert len(list((tmp_path / "out/tensorboard").iterdir())) == 2
+    assert checkpoint.verify(tmp_path / "out") == []
 
 
 def test_the_plot_is_there_at_each_save(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_cluster_starts_it(launcher: str, words: list[str], one_node: Path, tm
     if ranks == "2":
         same(tmp_path / "out", one_node)
     else:
-        assert manifest.read(tmp_path / "out").made_by.settings["dp"] == 4  # type: ignore[union-attr]
+        assert manifest.read(tmp_path / "out").made_by.settings["dp"] == 4
 
 
 def test_a_contradiction_is_one_error(words: list[str], tmp_path: Path) -> None:

@@ -162,7 +162,6 @@ def test_files_of_rows(model: Path, data: Path) -> None:
         ({"engine": "deepspeed", "zero": 4}, "--zero: input should be less than or equal to 3"),
         ({"sp": True}, "--sp needs --tp"),
         ({"async_save": True}, "--async-save needs --save-every"),
-        ({"engine": "deepspeed", "save_every": 1, "async_save": True}, "--engine deepspeed has no --async-save"),
         ({"engine": "fsdp", "compile": True}, "--compile is for the plain engine"),
         ({"global_batch": 6, "micro_batch": 4}, "is not a multiple"),
         ({"nproc": 3, "tp": 2}, "is not a multiple of tp x cp x pp"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from moto.server import ThreadedMotoServer
 
 from mst_core import checkpoint, manifest, remote, resume
 from mst_core.engine import saves
@@ -24,18 +25,9 @@ from mst_train.work import work
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """The address of a server that answers as S3 does, with a bucket."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"

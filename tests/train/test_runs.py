@@ -11,17 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.train import running
 
 from mst_core import checkpoint, manifest, resume
 from mst_core.engine import saves
 from mst_core.errors import InputError, Stopped
-from mst_train.plan import plan
-from mst_train.spec import TrainSpec
-from mst_train.work import work
 
 BIN = Path(sys.executable).parent
 KILLS, SAMPLED = 50, 1
@@ -36,16 +35,9 @@ ENGINES = {
     "megatron-lora": ["--tp", "2", "--lora-rank", "2"],
     "fsdp": ["--engine", "fsdp", "--nproc", "2"],
     "fsdp-async": ["--engine", "fsdp", "--nproc", "2", "--async-save"],
+    "deepspeed-async": ["--engine", "deepspeed", "--nproc", "2", "--zero", "2", "--async-save"],
     "deepspeed": ["--engine", "deepspeed", "--nproc", "2", "--zero", "2", "--precision", "bf16"],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +48,7 @@ def models(tiny_hf: Callable[..., Path], mst: Any, tmp_path_factory: pytest.Temp
     return {"plain": hf, "fsdp": hf, "deepspeed": hf, "megatron": megatron}
 
 
-def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
-    fields = {"global_batch": 4, "lr": 3e-3, "precision": "fp32", "steps": STEPS, **settings}
-    spec = TrainSpec(model=str(model), data=(data,), out=out, **fields)
-    return work(spec, plan(spec)).data
+train = partial(running.train, steps=STEPS)
 
 
 def command(engine: str, models: dict[str, Path], data: Path, out: Path) -> list[str]:

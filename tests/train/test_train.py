@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tests.train.running import train
 
 from mst_convert.plan import plan as convert_plan
 from mst_convert.spec import ConvertSpec
@@ -17,25 +18,8 @@ from mst_convert.work import work as convert_work
 from mst_core import checkpoint, manifest, torch_dist
 from mst_core.errors import InputError
 from mst_core.pickling import Call
-from mst_train.plan import plan
-from mst_train.spec import TrainSpec
-from mst_train.work import work
 
 BIN = Path(sys.executable).parent
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def train(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]:
-    fields = {"global_batch": 4, "lr": 3e-3, "precision": "fp32", **settings}
-    spec = TrainSpec(model=str(model), data=(data,), out=out, **fields)
-    return work(spec, plan(spec)).data
 
 
 def test_a_full_run_and_its_manifest(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 from mst_core import console
 from mst_core.errors import InputError, MissingPackage
@@ -28,13 +29,9 @@ def resolve(model: str | Path) -> Path:
         hint = f"for the Hub write hf://{name}" if name.count("/") == 1 and not name.startswith((".", "/")) else None
         raise InputError("no such directory", where=name, hint=hint)
     repository, _, revision = rest.partition("@")
-    if scheme not in ("hf", "ms") or repository.count("/") != 1 or not all(repository.split("/")):
+    if scheme not in DOWNLOADS or repository.count("/") != 1 or not all(repository.split("/")):
         raise InputError("is not a model's name", where=name, hint="hf://org/name, ms://org/name, or a directory")
-    path = (
-        _hugging_face(name, repository, revision or None)
-        if scheme == "hf"
-        else _modelscope(name, repository, revision or None)
-    )
+    path = DOWNLOADS[scheme](Asked(name, repository, revision or None))
     console.say(f"{name} is {path}")
     return path
 
@@ -50,10 +47,9 @@ def dataset(name: str, suffixes: Sequence[str]) -> list[Path]:
     if match is None:
         raise InputError("is no data set's name", where=name, hint="hf://org/name, ms://org/name@revision/folder")
     scheme, repository, revision, part = match.groups()
-    download = _hugging_face if scheme == "hf" else _modelscope
     asked = [part, f"{part}/*"] if part else [f"*{suffix}" for suffix in suffixes if suffix != ".txt"]
     ignored = ["dataset_infos.json", "*/dataset_infos.json", "[.]*"]  # modelscope reads .* as a regular expression
-    root = download(name, repository, revision, asked, kind="dataset", ignored=ignored)
+    root = DOWNLOADS[scheme](Asked(name, repository, revision, "dataset", asked, ignored))
     below = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
     fitting = [file for file in below if any(fnmatch(file, pattern) for pattern in asked)]
     found = [f for f in fitting if f.lower().endswith(tuple(suffixes)) and not any(fnmatch(f, no) for no in ignored)]
@@ -69,15 +65,18 @@ def dataset(name: str, suffixes: Sequence[str]) -> list[Path]:
     return [below[file] for file in found]
 
 
-def _hugging_face(
-    name: str,
-    repository: str,
-    revision: str | None,
-    wanted: Sequence[str] = WANTED,
-    *,
-    kind: str = "model",
-    ignored: Sequence[str] = (),
-) -> Path:
+class Asked(NamedTuple):
+    """What is to be downloaded: which files (globs) of which revision. ``name`` is what the user wrote."""
+
+    name: str
+    repository: str
+    revision: str | None
+    kind: str = "model"
+    wanted: Sequence[str] = WANTED
+    ignored: Sequence[str] = ()
+
+
+def _hugging_face(asked: Asked) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -88,32 +87,26 @@ def _hugging_face(
     try:
         return Path(
             snapshot_download(
-                repository,
-                revision=revision,
-                repo_type=kind,
-                allow_patterns=list(wanted),
-                ignore_patterns=list(ignored) or None,
+                asked.repository,
+                revision=asked.revision,
+                repo_type=asked.kind,
+                allow_patterns=list(asked.wanted),
+                ignore_patterns=list(asked.ignored) or None,
             )
         )
     except (HFValidationError, HfHubHTTPError) as error:
-        raise InputError(_first_line(error), where=name, hint="check the name, the revision and HF_TOKEN") from error
+        raise InputError(
+            _first_line(error), where=asked.name, hint="check the name, the revision and HF_TOKEN"
+        ) from error
     except (LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         raise InputError(
-            f"the Hugging Face Hub cannot be reached and the {kind} is not in the local cache",
-            where=name,
+            f"the Hugging Face Hub cannot be reached and the {asked.kind} is not in the local cache",
+            where=asked.name,
             hint="download it where there is a network (hf download) and give the directory",
         ) from error
 
 
-def _modelscope(
-    name: str,
-    repository: str,
-    revision: str | None,
-    wanted: Sequence[str] = WANTED,
-    *,
-    kind: str = "model",
-    ignored: Sequence[str] = (),
-) -> Path:
+def _modelscope(asked: Asked) -> Path:
     try:
         from modelscope import dataset_snapshot_download, snapshot_download
     except ImportError as error:
@@ -121,16 +114,20 @@ def _modelscope(
     import requests
 
     try:
-        download = snapshot_download if kind == "model" else dataset_snapshot_download
-        patterns = {"allow_patterns": list(wanted), "ignore_patterns": list(ignored) or None}
-        return Path(download(repository, revision=revision, **patterns))
+        download = snapshot_download if asked.kind == "model" else dataset_snapshot_download
+        patterns = {"allow_patterns": list(asked.wanted), "ignore_patterns": list(asked.ignored) or None}
+        return Path(download(asked.repository, revision=asked.revision, **patterns))
     except (requests.RequestException, OSError, ValueError) as error:
         raise InputError(
             f"ModelScope did not give it: {_first_line(error)}",
-            where=name,
+            where=asked.name,
             hint="download it where there is a network (modelscope download) and give the directory",
         ) from error
 
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+DOWNLOADS = {"hf": _hugging_face, "ms": _modelscope}
+"""By the scheme of a name."""

@@ -62,7 +62,7 @@ def leaving(folder: Path) -> Iterator[None]:
     """Of whatever ends the rank inside, say why, and end it."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C and SystemExit end a rank as well
         _leave(folder, error)
         raise
 

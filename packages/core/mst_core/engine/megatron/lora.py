@@ -75,10 +75,9 @@ class Adapter(torch.nn.Module):
     def mark(self, like: Tensor, sp: bool) -> None:
         """Tell Megatron, as ``like`` (the layer's weight) does, over which ranks gradients and norms are summed."""
         split, whole = (self.lora_a, self.lora_b) if self.rows is None else (self.lora_b, self.lora_a)
-        split.tensor_model_parallel = True  # type: ignore[attr-defined]  # counted on each rank in the gradient norm
-        whole.sequence_parallel = sp and self.expert is None  # type: ignore[attr-defined]
-        for factor in (split, whole):
-            factor.allreduce = getattr(like, "allreduce", True)  # type: ignore[attr-defined]
+        alike = {"allreduce": getattr(like, "allreduce", True)}
+        _mark(split, tensor_model_parallel=True, **alike)  # counted on each rank in the gradient norm
+        _mark(whole, sequence_parallel=sp and self.expert is None, **alike)
 
     def forward(self, x: Tensor, sp: bool) -> Tensor:
         """x (..., in of this rank) -> (..., out of this rank), not yet scaled."""
@@ -102,6 +101,11 @@ class Adapter(torch.nn.Module):
         """(which rows of the file's A, which columns of its B) are an expert's: one after the other, side by side."""
         count = self.site.experts or 1
         return torch.arange(rank) + (self.expert or 0) * rank, torch.arange(rank) * count + (self.expert or 0)
+
+
+def _mark(parameter: torch.nn.Parameter, **marks: bool) -> None:
+    for name, value in marks.items():
+        setattr(parameter, name, value)
 
 
 class Adapters(torch.nn.Module):
