@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mst_align.methods import choose
 from mst_align.pairs import objective
-from mst_align.settings import choose
 from mst_core.engine.seam import Batch, Term, weights
 
 
@@ -186,6 +186,7 @@ def batch_of_five(masks: list[list[float]], references: list[float]) -> Batch:
         ("dpo", {"gamma": 1.0}, "--gamma means nothing to --method dpo"),
         ("orpo", {"label_smoothing": 0.1}, "--label-smoothing means nothing to --method orpo"),
         ("dpo", {"sft_average": "sequence"}, "--sft-average needs --sft-weight"),
+        ("dpo", {"sft_average": "token"}, "--sft-average needs --sft-weight"),
     ],
 )
 def test_a_setting_that_a_method_does_not_read_is_refused(method: Any, given: dict[str, Any], said: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mst_align.methods import choose
 from mst_align.plan import plan
-from mst_align.settings import choose
 from mst_align.spec import AlignSpec
 from mst_align.unpaired import objective
 from mst_align.work import work
@@ -61,10 +61,22 @@ def test_a_batch_of_good_answers_only_is_finite() -> None:
     assert found["rewards/rejected"].weight == 0.0
 
 
+def test_what_weighs_nothing_is_not_reported(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    """Without bad answers there is no mean of their rewards: 0 would be a lie."""
+    good = [line for line in data.read_text().splitlines() if json.loads(line)["label"]]
+    rows = tmp_path / "good.jsonl"
+    rows.write_text("\n".join(good))
+    for name, more in (("plain", {}), ("megatron", {"engine": "megatron"})):
+        done = align(tiny_hf("llama"), rows, tmp_path / name, steps=1, **more)
+        assert "rewards/chosen" in done
+        assert "rewards/rejected" not in done
+
+
 def test_a_prompt_with_the_answer_of_another_row() -> None:
     one, two = Sample([1, 2, 3, 4], [0, 0, 1, 1]), Sample([5, 6, 7], [0, 1, 1])
     assert mismatched(one, two, 8) == Sample([1, 2, 6, 7], [0, 0, 1, 1])
     assert mismatched(two, one, 2) == Sample([5, 3], [0, 1])
+    assert mismatched(one, two, None) == mismatched(one, two, 8)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +113,9 @@ def test_micro_batches_and_ranks_change_nothing(tiny_hf: Callable[..., Path], da
         "small": {"micro_batch": 1},
         "fsdp": {"engine": "fsdp", "nproc": 2},
         "tp": {"engine": "megatron", "tp": 2},
+        "cp": {"engine": "megatron", "cp": 2},
         "dp": {"engine": "megatron", "nproc": 2, "micro_batch": 1},
+        "zero": {"engine": "deepspeed", "nproc": 2, "zero": 3},
     }
     for name, more in layouts.items():
         found = align(model, data, tmp_path / name, **settings, **more)

@@ -1,4 +1,4 @@
-"""The settings of a method in effect: which there are, which a method reads, and what they are when they are not given.
+"""The methods, which settings each reads, and what those are when they are not given.
 
 A setting that a method does not read is an error, not silence.
 """
@@ -77,6 +77,6 @@ def choose(method: Method, given: Mapping[str, Any]) -> Chosen:
             flags = ", ".join(f"--{other.replace('_', '-')}" for other in read)
             raise ValueError(f"--{name.replace('_', '-')} means nothing to {what}, which reads {flags}")
     chosen = Chosen(method, **{**read, **given})
-    if chosen.sft_average != read.get("sft_average", "token") and not chosen.sft_weight:
+    if "sft_average" in given and not chosen.sft_weight:
         raise ValueError("--sft-average needs --sft-weight above 0")
     return chosen

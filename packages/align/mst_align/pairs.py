@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mst_align.settings import Chosen
+from mst_align.methods import Chosen
 from mst_core.engine.seam import Batch, Objective, Term
 
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from mst_align.settings import UNPAIRED, Average, Chosen, Method, PairLossName, choose
+from mst_align.methods import UNPAIRED, Average, Chosen, Method, PairLossName, choose
 from mst_core.runspec import RunSpec
 
 METHOD = ("loss", "beta", "label_smoothing", "gamma", "sft_weight", "sft_average", "ld_alpha",

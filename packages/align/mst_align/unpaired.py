@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mst_align.settings import Chosen
+from mst_align.methods import Chosen
 from mst_core.engine.seam import Batch, Objective, Term
 
 

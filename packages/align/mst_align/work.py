@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mst_align import pairs, unpaired
-from mst_align.settings import Chosen
+from mst_align.methods import Chosen
 from mst_align.spec import AlignSpec
 from mst_core import console, devices, remote
 from mst_core.data import load

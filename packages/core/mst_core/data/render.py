@@ -177,16 +177,15 @@ class Renderer:
         """A sample within ``seq_length``. Raises RowError if it is too long, or nothing to learn is left.
 
         Prompts are cut where both answers of a pair are known: here such a sample stays whole."""
-        truncated = len(tokens) > self.seq_length
-        if self.truncate == "prompt-left":
-            return Sample(tokens, mask)
+        truncated = len(tokens) > self.seq_length and self.truncate != "prompt-left"
         if truncated and self.truncate == "error":
             raise RowError(
                 f"has {len(tokens)} tokens, --seq-length is {self.seq_length}",
                 where=where,
                 hint="a larger --seq-length, --truncate right, or --bad-rows skip",
             )
-        tokens, mask = tokens[: self.seq_length], mask[: self.seq_length]
+        if truncated:
+            tokens, mask = tokens[: self.seq_length], mask[: self.seq_length]
         if not any(mask[1:]):
             what = f"nothing left to learn in its first {self.seq_length} tokens" if truncated else "nothing to learn"
             raise RowError(f"has {what}", where=where)
