@@ -86,18 +86,12 @@ def settings(words: list[str]) -> TrainSpec:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_recipe_is_planned(command: str) -> None:
-    words = shlex.split(command.replace("$(command -v mst-train)", "mst-train"))
-    at = words.index("mst-train")
-    spec = settings(words[at + 1 :])
+    name, *words = shlex.split(command)
+    spec = settings(words)
     planned = plan(spec)
+    assert name == "mst-train"
     assert planned.parameters / 1e9 == pytest.approx(BILLIONS[spec.model], abs=0.06)
-    if words[0] == "torchrun":
-        from torch.distributed.run import get_args_parser
-
-        told = get_args_parser().parse_args(words[1:])
-        assert int(told.nnodes) * int(told.nproc_per_node) == planned.ranks
-    elif spec.ranks > 1:
-        assert planned.ranks == 8
+    assert planned.ranks in (1, 8 * spec.nodes)
 
 
 def test_there_are_recipes_of_every_size() -> None:

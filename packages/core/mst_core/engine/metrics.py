@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from mst_core import files
 from mst_core.checkpoint import Staging
 from mst_core.engine import reports
+from mst_core.resume import HISTORY
 from mst_core.runspec import RunSpec
 
 LINES, PLOT, REPORTS = "metrics.jsonl", "loss.png", "reports.json"
@@ -74,10 +76,9 @@ class Metrics:
 
     def _attach(self, staging: Staging) -> None:
         self.draw()
-        boards = sorted((staging.path / "tensorboard").iterdir())
-        told = [REPORTS] if self._reports else []
-        for name in (LINES, PLOT, *told, *(f"tensorboard/{path.name}" for path in boards)):
-            staging.attach(name)
+        for name in files.listing(staging.path):
+            if name.startswith(HISTORY):
+                staging.attach(name)
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
