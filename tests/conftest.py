@@ -67,18 +67,23 @@ def make_hf(
     dtype: str = "float32",
     seed: int = 0,
     template: str | None = CHATML,
+    scores: bool = False,
     **dims: Any,
 ) -> Path:
-    """A tiny random model of a family as transformers saves it, norms away from 1, biases away from 0."""
+    """A tiny random model of a family as transformers saves it, norms away from 1, biases away from 0; ``scores``: a
+    reward model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(directory, template)
     settings = {**DIMS, "vocab_size": 330, "eos_token_id": 2, "bos_token_id": None, "pad_token_id": 0}
+    if scores:
+        settings["num_labels"] = 1
     config = AutoConfig.for_model(family, **{**settings, **FAMILIES.get(family, {}), **dims})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    loader = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model = loader.from_config(config, dtype=getattr(torch, dtype))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -216,3 +216,44 @@ def test_an_output_that_exists(tiny_hf: Callable[..., Path], tmp_path: Path) -> 
     assert "--overwrite" in (error.value.hint or "")
     measure(model, data, out, ("choice",), overwrite=True)
     assert manifest.read(out).kind == "report"
+
+
+def test_a_reward_model_ranks_answers(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    """Each score is what transformers' own class gives the conversation alone; a choice of three is ranked as well."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from mst_core.data.render import load_tokenizer
+
+    model = tiny_hf("llama", scores=True)
+    asked = [
+        *({"prompt": f"Is {n} even?", "chosen": "yes" + "!" * n, "rejected": "no never"} for n in range(5)),
+        {"prompt": "Pick", "choices": ["a", "fox jumps", "lazy dog"], "answer": 1},
+    ]
+    measure(model, write(tmp_path / "pairs.jsonl", asked), tmp_path / "out", tasks=("reward",), batch_size=4)
+    found = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    tokenizer = load_tokenizer(model)
+    for row, measured in zip(asked, found, strict=True):
+        answers = row.get("choices") or [row["chosen"], row["rejected"]]
+        for answer, score in zip(answers, measured["score"], strict=True):
+            told = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
+            text = tokenizer.apply_chat_template(told, tokenize=False)
+            given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+            with torch.no_grad():
+                assert score == pytest.approx(float(scorer(**given).logits), abs=1e-5)
+        right = row.get("answer", 0)
+        assert measured["correct"] == (max(measured["score"]) == measured["score"][right])
+    body = json.loads((tmp_path / "out/report.json").read_text())["tasks"]["reward"]
+    assert body["rows"] == 6
+    assert body["accuracy"] == pytest.approx(sum(row["correct"] for row in found) / 6, abs=1e-6)
+    assert body["guessing"] == pytest.approx((5 / 2 + 1 / 3) / 6, abs=1e-6)
+    assert "margins.png" in {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_tasks_are_of_their_kind_of_model(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl")
+    with pytest.raises(InputError, match="is a reward model"):
+        measure(tiny_hf("llama", scores=True), data, tmp_path / "out")
+    with pytest.raises(InputError, match="is no reward model"):
+        measure(tiny_hf("llama"), data, tmp_path / "out", tasks=("reward",))

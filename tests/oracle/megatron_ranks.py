@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
+from mst_align.rewards import objective as of_rewards
 from mst_core import checkpoint
 from mst_core.data.render import Sample
 from mst_core.engine import loop
@@ -39,7 +40,12 @@ def nan_gradient(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:
     return {"zero": Term(((logp_BT * batch.mask_BT).sum() * 0).abs().sqrt(), 1.0)}
 
 
-OBJECTIVES = {"sft": SFT, "dpo": of_pairs(choose("dpo", {"beta": 0.1})), "nan": Objective("nan", nan_gradient)}
+OBJECTIVES = {
+    "sft": SFT,
+    "dpo": of_pairs(choose("dpo", {"beta": 0.1})),
+    "rm": of_rewards(choose("rm", {"center_rewards_coefficient": 0.01})),
+    "nan": Objective("nan", nan_gradient),
+}
 
 
 def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, prompts: bool = True) -> list[Batch]:

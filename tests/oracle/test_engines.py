@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sft-2": {"objective": "sft", "micro": 2, "more": {"clip_grad": 0.0}},
     "recompute": {"objective": "sft", "micro": 2, "more": {"recompute": "full"}, "resume": True},
     "dpo": {"objective": "dpo", "micro": 2},
+    "rm": {"objective": "rm", "micro": 2, "save": True, "resume": True},
     "lora": {"objective": "dpo", "micro": 2, "more": LORA, "save": True, "resume": True},
     "dora": {"objective": "sft", "micro": 2, "more": {**LORA, "lora_dora": True, "lora_rslora": True}, "save": True},
     "moe": {"objective": "sft", "micro": 2, "save": True, "resume": True},
@@ -60,7 +61,7 @@ QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
     "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
     "zero2/qlora", "zero3/moe-lora",
-    "zero3/sft-1", "zero3/moe",
+    "zero3/sft-1", "zero3/moe", "zero3/rm",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
 NOT = {"zero0": ("bf16", "bf16-lora"), "fsdp": ("qlora",), "zero3": ("qlora",), "zero3-offload": ("qlora",)}
@@ -77,7 +78,7 @@ def cases(*kinds: str) -> list[Any]:
 def case_of(name: str, model: Path, where: Path) -> dict[str, Any]:
     """What a rank is told of a case."""
     engine, kind = (table[part] for table, part in zip((ENGINES, KINDS), name.split("/"), strict=True))
-    rows = 2 if kind["objective"] == "dpo" else 1
+    rows = 1 if kind["objective"] == "sft" else 2
     flat = name.replace("/", "-")
     places = {key: str(where / f"{key}-{flat}") for key in ("save", "resume") if kind.get(key)}
     settings = {**engine, "micro_batch": kind["micro"] // rows, **kind.get("more", {})}
@@ -89,7 +90,8 @@ class Ran:
     """Findings by name, from one launch for the quick cases and one for all others."""
 
     def __init__(self, model: Path, where: Path) -> None:
-        self.model, self.where, self.half, self.moe, self.even = model, where, model, model, model
+        self.model, self.where = model, where
+        self.half = self.moe = self.even = self.reward = model
         self.found: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, name: str) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class Ran:
         return first
 
     def case(self, name: str) -> dict[str, Any]:
-        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even}
+        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even, "rm": self.reward}
         model = next((model for kind, model in own.items() if kind in name), self.model)
         return case_of(name, model, self.where)
 
@@ -126,6 +128,7 @@ def ran(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     found = Ran(tiny_hf("llama"), tmp_path_factory.mktemp("engines"))
     found.half = tiny_hf("llama", dtype="bfloat16")
     found.even = tiny_hf("llama", intermediate_size=128)
+    found.reward = tiny_hf("qwen2", scores=True)
     found.moe = tiny_hf("qwen3_moe", **EXPERTS)
     return found
 
@@ -153,7 +156,7 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "name", cases("sft-1", "sft-2", "recompute", "dpo", "lora", "dora", "moe", "moe-lora", "qlora")
+    "name", cases("sft-1", "sft-2", "recompute", "dpo", "rm", "lora", "dora", "moe", "moe-lora", "qlora")
 )
 def test_five_steps_equal_the_plain_engine(ran: Ran, plain: Any, name: str) -> None:
     found, wanted = ran(name), plain(name)[1]
@@ -190,7 +193,7 @@ def test_the_adapter_off_is_the_base(ran: Ran, name: str) -> None:
     assert not torch.equal(found["after"], found["before"])
 
 
-@pytest.mark.parametrize("name", cases("sft-1", "lora", "dora", "moe", "moe-lora", "bf16", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("sft-1", "rm", "lora", "dora", "moe", "moe-lora", "bf16", "bf16-lora"))
 def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes the same, fp32 values near; bf16 weights within an update or two."""
     ran(name)
@@ -206,7 +209,7 @@ def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name
         assert (found[key].float() - value.float()).abs().max() <= limit, key
 
 
-@pytest.mark.parametrize("name", cases("recompute", "lora", "moe", "bf16"))
+@pytest.mark.parametrize("name", cases("recompute", "rm", "lora", "moe", "bf16"))
 def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     found = ran(name)["resumed"]
     assert found["same"]

@@ -21,7 +21,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mst_convert import plan as planning
 from mst_convert import work as working
@@ -59,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
     },
 }  # fmt: skip
+MODELS["reward"] = {"family": "qwen2", "tie_word_embeddings": True, "scores": True}
 MODELS["half"] = {**MODELS["qwen3-moe"], "dtype": "bfloat16"}
 for model in MODELS.values():
     model.setdefault("tie_word_embeddings", False)
@@ -100,6 +101,9 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "vp2-ep2": ("mixed", 4, {"pp": 2, "vp": 2, "ep": 2}),
     "cp2": ("llama", 2, {"cp": 2}),
     "cp2-dpo": ("llama", 2, {"cp": 2, "micro_batch": 1}),
+    "tp2-rm": ("reward", 2, TP),
+    "pp2-rm": ("reward", 2, {"pp": 2, **DIST}),
+    "cp2-rm": ("reward", 2, {"cp": 2}),
     "cp2-window": ("mistral", 2, {"cp": 2}),
     "cp2-ep2": ("qwen3-moe", 2, {"cp": 2, "ep": 2}),
     "cp2-mla": ("deepseek", 2, {"cp": 2}),
@@ -147,6 +151,8 @@ SAVED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "hf-tp2-ep2": ("qwen2-moe", 4, {**TP, "ep": 2}),
     "hf-pp2-ep2": ("mixed", 4, {"pp": 2, "ep": 2}),
     "hf-tied": ("qwen2", 2, {"pp": 2}),
+    "save-rm": ("reward", 2, {"pp": 2}),
+    "hf-rm": ("reward", 2, TP),
     "hf-mla": ("deepseek", 2, {"ep": 2}),
 }
 UNTOUCHED: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -181,12 +187,12 @@ COEFFICIENT = 0.05
 def cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, (base, world, settings) in {**EQUAL, **LORA, **SAVED, **UNTOUCHED, **BALANCED, **HALF, **OTHERS}.items():
-        objective = "dpo" if name.endswith("-dpo") else "sft"
+        objective = last if (last := name.split("-")[-1]) in ("dpo", "rm") else "sft"
         if name in BALANCED:
             settings = {**settings, "moe_aux_loss_coeff": COEFFICIENT}
         found[name] = {
             "base": base, "world": world, "objective": objective, "steps": 0 if name in UNTOUCHED else 5,
-            "rows": 2 if objective == "dpo" else 1, "settings": {"micro_batch": 2, **settings},
+            "rows": 1 if objective == "sft" else 2, "settings": {"micro_batch": 2, **settings},
             "from_hf": "hf" in name.split("-"), "save": name in (SAVED | UNTOUCHED | LORA),
             "packed": name.startswith("pack-"),
             "does": name.split("-")[0] if name in OTHERS else None,
@@ -368,12 +374,17 @@ def saved_as_hf(name: str) -> Path:
 
 @pytest.mark.parametrize("name", named(SAVED))
 def test_a_trained_model_comes_back(ran: dict[str, Any], name: str) -> None:
-    found = found_of(ran, name)
-    model = AutoModelForCausalLM.from_pretrained(saved_as_hf(name), dtype=torch.float32)
+    found, saved = found_of(ran, name), saved_as_hf(name)
     probe = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0]
-    with torch.no_grad():
-        logp = token_logp(model(probe.tokens_BT).logits, probe.tokens_BT) * probe.mask_BT
-    assert (logp - found["after"]).abs().max() <= 1e-5
+    if name.endswith("-rm"):
+        scorer: Any = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
+        with torch.no_grad():
+            value_BT = scorer.score(scorer.model(probe.tokens_BT).last_hidden_state).squeeze(-1)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        with torch.no_grad():
+            value_BT = token_logp(model(probe.tokens_BT).logits, probe.tokens_BT)
+    assert (value_BT * probe.mask_BT - found["after"]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", named(UNTOUCHED))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mst_align import pairs, unpaired
+from mst_align import pairs, rewards, unpaired
 from mst_align.methods import choose
 from mst_core.data import shapes
 from mst_core.data.render import load_tokenizer
@@ -177,3 +177,22 @@ def test_methods_without_a_reference(model: Path) -> None:
         term = pairs.objective(choose(method, given[method])).loss(logp_BT, batch)[method]
         assert float(term.sum) / term.weight == pytest.approx(float(expected), rel=1e-6), method
         assert math.isfinite(float(expected))
+
+
+@pytest.mark.parametrize("centre", [0.0, 0.05])
+def test_reward_models(tiny_hf: Callable[..., Path], tmp_path: Path, centre: float) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    model = tiny_hf("llama", template=TEMPLATE, scores=True)
+    trainer = RewardTrainer(
+        AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32),
+        RewardConfig(**at_once(tmp_path), center_rewards_coefficient=centre or None),
+        train_dataset=Dataset.from_list(PAIR_ROWS), processing_class=load_tokenizer(model),
+    )  # fmt: skip
+    method = rewards.objective(choose("rm", {"center_rewards_coefficient": centre}))
+    found = first_step(model, model, method, list(rewards.LastTokens(of_pairs(model))))
+    step = history(trainer)[0]
+    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)

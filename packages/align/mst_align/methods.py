@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Method = Literal["dpo", "kto", "apo-zero-unpaired", "orpo", "simpo", "cpo"]
+Method = Literal["dpo", "kto", "apo-zero-unpaired", "orpo", "simpo", "cpo", "rm"]
 PairLossName = Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid-norm", "apo-zero", "apo-down", "bco"]
 Average = Literal["token", "sequence"]
 
@@ -22,6 +22,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "orpo": {"beta": 0.1, "sft_weight": 1.0, "sft_average": "sequence"},
     "simpo": {"beta": 2.0, "gamma": 1.0, "sft_weight": 0.0, "sft_average": "token"},
     "cpo": {"beta": 0.1, "label_smoothing": 0.0, "sft_weight": 1.0, "sft_average": "token"},
+    "rm": {"center_rewards_coefficient": 0.0},
 }
 """What each method reads, and its values if they are not given."""
 SMOOTHED: Mapping[str, float] = {"sigmoid": 0.0, "robust": 0.1}
@@ -35,7 +36,7 @@ class Chosen:
     """A method with its settings."""
 
     method: Method
-    beta: float
+    beta: float = 0.0
     loss: str = ""
     label_smoothing: float = 0.0
     gamma: float = 0.0
@@ -44,6 +45,7 @@ class Chosen:
     ld_alpha: float | None = None
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    center_rewards_coefficient: float = 0.0
 
     def told(self) -> dict[str, Any]:
         """What the method reads, by the names of the settings."""

@@ -10,7 +10,7 @@ from mst_align.methods import UNPAIRED, Average, Chosen, Method, PairLossName, c
 from mst_core.runspec import RunSpec
 
 METHOD = ("loss", "beta", "label_smoothing", "gamma", "sft_weight", "sft_average", "ld_alpha",
-          "desirable_weight", "undesirable_weight")  # fmt: skip
+          "desirable_weight", "undesirable_weight", "center_rewards_coefficient")  # fmt: skip
 """Settings that some methods read; None where they are not given."""
 
 
@@ -20,7 +20,7 @@ class AlignSpec(RunSpec):
     method: Method = Field(
         "dpo",
         description="of pairs: dpo; without a reference orpo, simpo, cpo; of single answers with a label: kto, "
-        "apo-zero-unpaired",
+        "apo-zero-unpaired; rm: a reward model of pairs",
     )
     loss: PairLossName | None = Field(None, description="dpo: which of its losses (default: sigmoid)")
     beta: float | None = Field(
@@ -56,11 +56,18 @@ class AlignSpec(RunSpec):
     undesirable_weight: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="single answers: weight of bad ones (default: 1)"
     )
+    center_rewards_coefficient: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="rm: weight of (r_chosen + r_rejected)^2 (default: 0)"
+    )
 
     @model_validator(mode="after")
     def _method(self) -> Self:
         if self.chosen.method == "kto" and self.global_batch < 2:
             raise ValueError("--method kto needs a --global-batch of 2 or more: it compares each row with another")
+        if self.method == "rm" and self.lora_rank is not None:
+            raise ValueError("--lora-rank: adapters do not train the head of --method rm yet; leave it out")
+        if self.method == "rm" and self.truncate == "right":
+            raise ValueError("--truncate right cuts the token whose score --method rm learns: prompt-left, or error")
         return self
 
     @property

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mst_align import pairs, unpaired
+from mst_align import pairs, rewards, scalar_base, unpaired
 from mst_align.methods import Chosen
+from mst_align.rewards import LastTokens
 from mst_align.spec import AlignSpec
 from mst_core import console, devices, remote
 from mst_core.data import load
@@ -27,6 +28,8 @@ def work(spec: AlignSpec, plan: RunPlan) -> Result:
     if made := remote.left(spec):
         return made
     plan = grow.prepared(spec, plan)
+    if spec.method == "rm":
+        plan = scalar_base.prepared(spec, plan)
     loaded, evaluated = rows(spec, plan)
     if not spec.place.index:
         loaded.report("training rows")
@@ -46,15 +49,27 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         spec=spec.model_copy(update=effective),
         model_dir=plan.model_dir,
         engine=plan.engine,
-        objective=(unpaired if spec.unpaired else pairs).objective(spec.chosen),
-        units=Singles(loaded.samples) if spec.unpaired else loaded.samples,
-        eval_units=Singles(evaluated.samples) if spec.unpaired else evaluated.samples,
+        objective=module(spec).objective(spec.chosen),
+        units=units(spec, loaded),
+        eval_units=units(spec, evaluated),
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
+
+
+def module(spec: AlignSpec) -> Any:
+    """Where the method's loss is."""
+    return rewards if spec.method == "rm" else unpaired if spec.unpaired else pairs
+
+
+def units(spec: AlignSpec, loaded: Rows) -> Sequence[tuple[Sample, ...]]:
+    """What is never split, as the method's loss reads it."""
+    if spec.method == "rm":
+        return LastTokens(loaded.samples)
+    return Singles(loaded.samples) if spec.unpaired else loaded.samples
 
 
 def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Rows, Rows]:

@@ -59,6 +59,8 @@ def check(spec: ConvertSpec, source: Source) -> int:
     """
     layouts = {source.layout, spec.to}
     family, config, where = source.family, source.config, source.hf_dir / "config.json"
+    if source.model.scores:
+        raise _cannot("a reward model gives a score, no logits", where)
     if family.carried:
         raise _cannot(f"{family.architecture} has a vision tower, which text does not run", where)
     if source.quantised:

@@ -106,7 +106,7 @@ def manifest_of(source: Path) -> manifest.Manifest | None:
     if not (source / manifest.NAME).is_file():
         return None
     made = manifest.read(source)
-    if made.kind != "model":
+    if made.kind not in ("model", "reward"):
         raise InputError(f"is no model but of the kind {made.kind}", where=source)
     return made
 

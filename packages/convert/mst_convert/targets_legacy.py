@@ -62,6 +62,8 @@ def _state(source: Source, spec: ConvertSpec, rows: int, mtp: int) -> dict[str, 
 def _split(source: Source, spec: ConvertSpec) -> dict[tuple[int, int], range]:
     """The layers of each (virtual stage, stage). InputError with all that does not fit the parallel sizes."""
     faults: list[MstError] = []
+    if source.model.scores:
+        faults.append(InputError("a reward model's head has no place in legacy files", hint="--to megatron has it"))
     split = {}
     try:
         split = legacy.deal(

@@ -79,7 +79,7 @@ def _finish(
     for journal in _journals(spec):
         (staging.path / journal).unlink()
     made = staging.commit(
-        kind="model",
+        kind=source.model.kind,
         layout=spec.to,
         encoding=_encoding(spec, source, target),
         model=source.model.info(TORCH_NAMES[target.wanted[0][1]]),

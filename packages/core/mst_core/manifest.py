@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mst_core import files
 from mst_core.errors import InputError
+
+if TYPE_CHECKING:
+    from mst_core.families import Model
 
 NAME = "mst.json"
 FORMAT: Literal[1] = 1
@@ -186,10 +189,11 @@ def identify(directory: Path) -> Manifest:
             count, digest = cache.hash(path)
             entries.append(FileEntry(path=path.name, bytes=count, blake3=digest))
     cache.save()
+    model = None if adapter else _model_of(directory)
     return Manifest(
-        kind="adapter" if adapter else "model",
+        kind="adapter" if adapter else model.kind if model else "model",
         layout="peft" if adapter else "hf",
-        model=None if adapter else _model_of(directory),
+        model=model and model.info(),
         digests=digests(entries),
         files=entries,
         notes={"origin": _origin(directory)},
@@ -209,16 +213,15 @@ def digests(entries: list[FileEntry]) -> Digests:
     return Digests(**groups)
 
 
-def _model_of(directory: Path) -> ModelInfo | None:
+def _model_of(directory: Path) -> Model | None:
     """What the config says, or None for an architecture that mst does not know (its tools refuse it by themselves)."""
     from mst_core import families, tensors
 
     config = tensors.config(directory)
     try:
-        model = families.family_for(config, str(directory)).model(config)
+        return families.family_for(config, str(directory)).model(config)
     except InputError:
         return None
-    return model.info()
 
 
 def _origin(directory: Path) -> str:

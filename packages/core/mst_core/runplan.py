@@ -81,9 +81,11 @@ class RunPlan(Plan):
         return Result(text=text, data={"commands": text.splitlines()})
 
 
-def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool = True) -> RunPlan:
+def plan_run(
+    spec: RunSpec, title: str, *, template: bool = True, counted: bool = True, scores: bool = False
+) -> RunPlan:
     """``template``: the rows are conversations, so a chat template is needed. ``counted``: a row is a sample, so that
-    counting the rows tells the steps.
+    counting the rows tells the steps. ``scores``: a reward model is trained, which may begin with one.
 
     Raises SettingsError or InputError for everything that need not wait for the run."""
     if not (spec.dry_run or spec.print_launch):
@@ -101,6 +103,9 @@ def plan_run(spec: RunSpec, title: str, *, template: bool = True, counted: bool 
     config = tensors.config(hf)
     model = open_model(model_dir, layout)
     family = model.family
+    if model.scores and not scores:
+        hint = "mst-align --method rm trains one; give the language model that it was made of"
+        raise InputError("is a reward model, which gives tokens no probability", where=model_dir, hint=hint)
     if layout == "hf":
         _check_tensors(tensors.headers(model_dir), model, model_dir)
     if engine == "megatron":

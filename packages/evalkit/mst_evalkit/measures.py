@@ -34,6 +34,32 @@ def choice_row(question: Question, logps: Sequence[Sequence[float]]) -> dict[str
     }
 
 
+def reward_row(question: Question, scores: Sequence[float]) -> dict[str, Any]:
+    """One choice of a reward model: each candidate's score. A tie is not right."""
+    return {
+        "task": "reward",
+        "file": question.number,
+        "line": question.line,
+        "answer": question.right,
+        "score": [round(value, DIGITS) for value in scores],
+        "margin": round(_lead(scores, question.right), DIGITS),
+        "correct": _lead(scores, question.right) > 0,
+    }
+
+
+def reward(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ranking accuracy, the mean margin and score, and what guessing would give."""
+    scores = [score for row in rows for score in row["score"]]
+    return {
+        "rows": len(rows),
+        "accuracy": _mean([row["correct"] for row in rows]),
+        "accuracy_interval": wilson(sum(row["correct"] for row in rows), len(rows)),
+        "margin": _mean([row["margin"] for row in rows]),
+        "score": _mean(scores),
+        "guessing": _mean([1 / len(row["score"]) for row in rows]),
+    }
+
+
 def choice(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Accuracy by sums and by means per token, the mean margin, and what guessing would give."""
     right = sum(row["correct"] for row in rows)

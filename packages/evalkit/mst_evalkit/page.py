@@ -17,10 +17,11 @@ LONGEST = 2000
 GOOD, BAD, PLAIN = "#2a7f62", "#c1443c", "#3b6ea5"
 LEGEND = {
     "rows": "rows measured",
-    "accuracy": "share of rows whose right answer is the likeliest (log-probability of the whole answer)",
+    "accuracy": "share of rows whose right answer is the likeliest (log-probability of the whole answer) or best",
     "accuracy_interval": "95 % interval of the accuracy (Wilson): how far another sample of rows may lie",
     "accuracy_norm": "the same by the mean log-probability per token, which does not favour short answers",
-    "margin": "mean lead of the right answer over the best wrong one, in nats",
+    "margin": "mean lead of the right answer over the best wrong one (log-probabilities in nats, or scores)",
+    "score": "mean score of all answers",
     "guessing": "accuracy of a guess",
     "tokens": "tokens scored: the assistant's (end-of-turn token included), or all but the first of a text",
     "nll": "mean negative log-likelihood of a token, in nats",
@@ -43,13 +44,13 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 def pictures(measured: Sequence[dict[str, Any]]) -> dict[str, bytes]:
     """The plots as PNG by file name: margins of choices, negative log-likelihoods of answers and texts."""
     found = {}
-    choices = [row for row in measured if row["task"] == "choice"]
+    choices = [row for row in measured if row["task"] != "perplexity"]
     if choices:
         parts = {
             "right": (GOOD, [row["margin"] for row in choices if row["correct"]]),
             "wrong": (BAD, [row["margin"] for row in choices if not row["correct"]]),
         }
-        found["margins.png"] = _histogram(parts, "lead of the right answer over the best wrong one (nats)")
+        found["margins.png"] = _histogram(parts, "lead of the right answer over the best wrong one")
     texts = [row["nll_per_token"] for row in measured if row["task"] == "perplexity"]
     if texts:
         found["nll.png"] = _histogram({"rows": (PLAIN, texts)}, "negative log-likelihood per token (nats)")
@@ -102,10 +103,10 @@ def html(
         f"<br>{escape(body['precision'])}, rows up to {body['seq_length']:,} tokens</p>",
     ]
     for task, figures in body["tasks"].items():
-        picture = images["margins.png" if task == "choice" else "nll.png"]
+        picture = images["nll.png" if task == "perplexity" else "margins.png"]
         mine = [pair for pair in rows if pair[0].task == task]
         parts += [f"<h2>{escape(task)}</h2>", _figures(figures), _image(picture, f"histogram of {task}")]
-        parts.append(_choices(mine) if task == "choice" else _texts(mine))
+        parts.append(_texts(mine) if task == "perplexity" else _choices(mine))
     return "\n".join([*parts, "</body></html>", ""])
 
 
@@ -137,16 +138,17 @@ def _choices(rows: Sequence[tuple[Question, dict[str, Any]]]) -> str:
     lines = []
     for question, row in sorted(rows, key=lambda pair: pair[1]["margin"])[:SHOWN]:
         answers = []
-        for index, (text, logp) in enumerate(zip(question.answers, row["logp"], strict=True)):
+        values = row["score" if question.task == "reward" else "logp"]
+        for index, (text, value) in enumerate(zip(question.answers, values, strict=True)):
             mark = "good" if index == question.right else "bad"
-            answers.append(f'<pre class="{mark}">{_text(text)} <code>{logp:.3f}</code></pre>')
+            answers.append(f'<pre class="{mark}">{_text(text)} <code>{value:.3f}</code></pre>')
         verdict = "yes" if row["correct"] else "no"
         lines.append(
             f'<tr><td class="n">{_place(question)}</td><td><pre>{_text(question.asked)}</pre></td>'
             f'<td>{"".join(answers)}</td><td>{verdict}</td><td class="n">{row["margin"]:.3f}</td></tr>'
         )
     head = (
-        '<tr><th class="n">row</th><th>question</th><th>answers (nats), the right one green</th>'
+        '<tr><th class="n">row</th><th>question</th><th>answers, the right one green</th>'
         '<th>right?</th><th class="n">margin</th></tr>'
     )
     return _table(head, lines, len(rows), "the smallest margins first")

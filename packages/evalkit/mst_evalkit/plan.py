@@ -45,9 +45,10 @@ def plan(spec: EvalSpec) -> EvalPlan:
     directory = hub.resolve(spec.model)
     _check_kind(directory)
     config = tensors.config(directory)
+    _check_task(config, spec, directory)
     refs = tensors.headers(directory)
-    if "choice" in spec.tasks and not render.has_template(directory):
-        raise InputError("has no chat template, and choices are asked through it", where=directory, hint=_TEMPLATE)
+    if "perplexity" not in spec.tasks and not render.has_template(directory):
+        raise InputError("has no chat template, and questions are asked through it", where=directory, hint=_TEMPLATE)
     rows.check_files(spec.data)
     checkpoint.check_out(spec.out, spec.overwrite)
     largest = max(refs.values(), key=lambda ref: ref.nbytes)
@@ -85,8 +86,20 @@ def _check_kind(directory: Path) -> None:
     if any((directory / file).exists() for file in ("latest_checkpointed_iteration.txt", "release", ".metadata")):
         hint = f"mst-convert --model {directory} --to hf --out {name}-hf, then measure that"
         raise InputError("is a Megatron checkpoint; mst-eval reads the Hugging Face layout", where=directory, hint=hint)
-    if manifest.is_finished(directory) and (kind := manifest.read(directory).kind) != "model":
-        raise InputError(f"holds a {kind}, not a model that gives tokens a probability", where=directory)
+    if manifest.is_finished(directory) and (kind := manifest.read(directory).kind) not in ("model", "reward"):
+        raise InputError(f"holds a {kind}, not a model", where=directory)
+
+
+def _check_task(config: dict[str, Any], spec: EvalSpec, directory: Path) -> None:
+    """A reward model scores answers, a language model gives their tokens probabilities."""
+    scores = any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    if scores and "reward" not in spec.tasks:
+        raise InputError("is a reward model, which gives tokens no probability", where=directory, hint="--tasks reward")
+    if not scores and "reward" in spec.tasks:
+        what = "is no reward model: its architecture has no head that scores"
+        raise InputError(what, where=directory, hint="--tasks choice asks which answer it finds likelier")
+    if scores and len(config.get("id2label") or ("", "")) != 1:
+        raise InputError("is a classifier of more than one label", where=directory, hint="a reward model has one")
 
 
 def _seq_length(directory: Path, config: dict[str, Any], wanted: int | None) -> int:

@@ -1,6 +1,7 @@
 """Rows as what is scored: questions with candidate answers, and answers or texts on their own.
 
-choice        {"prompt": "..." or messages, "choices": ["...", "..."], "answer": index or text, "system": "..."}
+choice, reward
+              {"prompt": "..." or messages, "choices": ["...", "..."], "answer": index or text, "system": "..."}
               ("messages" may stand for "prompt"; preference rows are choices between chosen and rejected)
 perplexity    every SFT row (data/shapes.py), and {"text": "..."}
 """
@@ -25,7 +26,7 @@ CHOICE_SHAPES = (
     *shapes.PAIR_SHAPES,
 )
 TEXT = Shape("text", ("text",))
-SHAPES = {"choice": CHOICE_SHAPES, "perplexity": (*shapes.SFT_SHAPES, TEXT)}
+SHAPES = {"choice": CHOICE_SHAPES, "reward": CHOICE_SHAPES, "perplexity": (*shapes.SFT_SHAPES, TEXT)}
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class _Maker:
         )
         if len({tuple(sample.tokens) for sample in samples}) < len(samples):
             raise RowError("two choices are the same tokens", where=row.where)
-        return Question("choice", _name(row), row.line, samples, _shown(prompt), tuple(answers), right)
+        return Question(self.shapes[shape], _name(row), row.line, samples, _shown(prompt), tuple(answers), right)
 
     def _text(self, row: Row) -> Question:
         text = row.data["text"]

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from mst_core import devices
 from mst_core.data.render import Sample
+from mst_core.engine import scalar
+from mst_core.engine.batches import collate
 from mst_core.errors import InputError, RunError
 
 LOGIT_BYTES = 2_000_000_000
@@ -59,14 +61,16 @@ def arrange(samples: Sequence[Sample]) -> Arranged:
     return Arranged(tokens, positions, branches, targets)
 
 
-def load_model(directory: Path, precision: str) -> Any:
-    """The model, every weight accounted for. Raises InputError where transformers would guess or leave out."""
+def load_model(directory: Path, precision: str, *, scores: bool = False) -> Any:
+    """The model (``scores``: a reward model), every weight accounted for. Raises InputError where transformers would
+    guess or leave out."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # What it would print is checked below, and progress on stderr is the console's.
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loader = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        model, info = loader.from_pretrained(
             directory,
             dtype=dtype,
             local_files_only=True,
@@ -87,6 +91,8 @@ def load_model(directory: Path, precision: str) -> Any:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise InputError(f"{words} {names[0]}{more}", where=directory, hint="convert or merge it again")
+    if scores:
+        scalar.per_token(model)
     return model.to(devices.best()).eval()
 
 
@@ -136,6 +142,26 @@ def score(
         done(len(batch))
     parts = [1 if tree else len(group) for group in groups]
     return [[logps for part in range(parts[g]) for logps in found[g, part]] for g in range(len(groups))]
+
+
+@torch.inference_mode()
+def rewards(
+    model: Any, samples: Sequence[Sample], batch_size: int, done: Callable[[int], None] = lambda rows: None
+) -> list[float]:
+    """The score of each sample: the scalar head at its last token. Raises RunError where one is not a number."""
+    order = sorted(range(len(samples)), key=lambda index: (-len(samples[index].tokens), index))
+    found: dict[int, float] = {}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        batch = collate([samples[index] for index in chosen])
+        # Padding stands on the right, and attention is causal: no mask is needed.
+        values_BT1 = model(input_ids=batch.tokens_BT.to(model.device)).logits
+        values = values_BT1[range(len(chosen)), batch.lengths_B - 1, 0].tolist()
+        if not all(map(math.isfinite, values)):
+            raise RunError("the model gives a score that is not a number", hint="--precision fp32")
+        found.update(zip(chosen, values, strict=True))
+        done(len(chosen))
+    return [found[index] for index in range(len(samples))]
 
 
 Unit = tuple[int, int, Arranged]

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 
 from mst_core.spec import Spec
 
-Task = Literal["choice", "perplexity"]
-TASKS: tuple[Task, ...] = ("choice", "perplexity")
+Task = Literal["choice", "perplexity", "reward"]
+TASKS: tuple[Task, ...] = ("choice", "perplexity", "reward")
 
 
 class EvalSpec(Spec):
@@ -18,7 +18,8 @@ class EvalSpec(Spec):
 
     model: str = Field(description="Hugging Face directory to measure, or hf://org/name@revision, ms://...")
     tasks: tuple[Task, ...] = Field(
-        description="choice (is the right answer the likeliest?), perplexity (how likely are answers or texts?)"
+        description="choice (is the right answer the likeliest?), perplexity (how likely are answers or texts?); of a "
+        "reward model: reward (does the right answer score highest?)"
     )
     data: tuple[Path, ...] = Field(description="files of rows; each row goes to the task that its fields fit")
     out: Path = Field(description="the report directory that comes out")
@@ -36,6 +37,8 @@ class EvalSpec(Spec):
     def _each_once(cls, value: tuple[Task, ...]) -> tuple[Task, ...]:
         if not value or len(set(value)) != len(value):
             raise ValueError("name each task once, and at least one")
+        if "reward" in value and len(value) > 1:
+            raise ValueError("reward is for reward models, which give tokens no probability: measure it alone")
         return tuple(task for task in TASKS if task in value)  # one order, so one id
 
     @field_validator("data")

@@ -27,7 +27,7 @@ def work(spec: EvalSpec, plan: EvalPlan) -> Result:
     tokenizer = load_tokenizer(plan.directory, template=False)
     loaded = questions.read(spec.data, spec.tasks, tokenizer, plan.seq_length, spec.bad_rows)
     loaded.report("data")
-    model = scoring.load_model(plan.directory, spec.precision)
+    model = scoring.load_model(plan.directory, spec.precision, scores="reward" in spec.tasks)
     scoring.check_tokens(model, [question.samples for question in loaded.samples], plan.directory)
     with checkpoint.stage(spec.out, spec.overwrite) as staging:
         parent = manifest.identify(plan.directory)
@@ -66,6 +66,8 @@ def work(spec: EvalSpec, plan: EvalPlan) -> Result:
 
 def _measure(model: Any, asked: Sequence[Question], batch_size: int) -> list[dict[str, Any]]:
     """One row of the report for each question, in their order."""
+    if asked[0].task == "reward":
+        return _ranked(model, asked, batch_size)
     # Candidates are scored together; the parts of a text have no beginning in common.
     groups = [
         group
@@ -84,11 +86,18 @@ def _measure(model: Any, asked: Sequence[Question], batch_size: int) -> list[dic
     return found
 
 
+def _ranked(model: Any, asked: Sequence[Question], batch_size: int) -> list[dict[str, Any]]:
+    flat = [sample for question in asked for sample in question.samples]
+    with console.progress("scoring", total=len(flat), unit="answer") as bar:
+        scores = iter(scoring.rewards(model, flat, batch_size, bar.advance))
+    return [measures.reward_row(question, [next(scores) for _ in question.samples]) for question in asked]
+
+
 def _report(
     spec: EvalSpec, plan: EvalPlan, model: Manifest, loaded: Loaded[Question], measured: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """report.json: no paths, names or times, so that the same measurement is the same file."""
-    makers = {"choice": measures.choice, "perplexity": measures.perplexity}
+    makers = {"choice": measures.choice, "perplexity": measures.perplexity, "reward": measures.reward}
     return {
         "format": FORMAT,
         "model": {"id": model.id, "weights": model.digests.weights},

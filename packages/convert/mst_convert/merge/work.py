@@ -72,7 +72,7 @@ def work(spec: MergeSpec, plan: MergePlan) -> Result:
             torch_dist.write_megatron_sidecar(staging, carried)
         _report(staging, ledger)
         made = staging.commit(
-            kind="model",
+            kind=plan.model.kind,
             layout=spec.to,
             encoding=_encoding(plan) | ({} if verified else {"base": "unverified"}),
             model=plan.model.info(TORCH_NAMES[plan.targets[0][1]]),

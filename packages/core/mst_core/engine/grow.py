@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,22 @@ def prepared(spec: RunSpec, plan: RunPlan) -> RunPlan:
     if not spec.add_tokens:
         return plan
     tokens, base = vocabulary.asked(spec.add_tokens), manifest.identify(plan.model_dir)
-    key = hashlib.sha256(json.dumps([base.id, tokens]).encode()).hexdigest()[:24]
-    out = spec.cache.expanduser().absolute() / "grown" / key
+    made = kept(spec.cache, "grown", [base.id, tokens], lambda staging: _grow(staging, plan.model_dir, base, tokens))
+    return plan.model_copy(update={"model": str(made)})
+
+
+def kept(cache: Path, folder: str, of: Any, make: Callable[[Staging], None]) -> Path:
+    """The directory in the cache that is made of ``of`` (anything that JSON has); ``make`` is called if it is not
+    there."""
+    key = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]
+    out = cache.expanduser().absolute() / folder / key
     out.parent.mkdir(parents=True, exist_ok=True)
     with (out.parent / f"{key}.lock").open("w") as lock:  # ranks of one run, or two runs
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not manifest.is_finished(out):
             with checkpoint.stage(out) as staging:
-                _grow(staging, plan.model_dir, base, tokens)
-    return plan.model_copy(update={"model": str(out)})
+                make(staging)
+    return out
 
 
 def _grow(staging: Staging, model_dir: Path, base: manifest.Manifest, tokens: Sequence[str]) -> None:

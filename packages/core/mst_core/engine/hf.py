@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from mst_core import devices, runplan, tensors
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
-from mst_core.engine import lora, quantised
+from mst_core.engine import lora, quantised, scalar
 from mst_core.engine.batches import positions
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.engine.stored import units
@@ -44,15 +44,14 @@ def _picked(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
     return -F.cross_entropy(logits_NV.float(), tokens_N, reduction="none")
 
 
+def _placed(value_N: Tensor, wanted_N: Tensor, tokens_BT: Tensor) -> Tensor:
+    """value_BT of the values at ``wanted_N``, 0 elsewhere."""
+    return value_N.new_zeros(tokens_BT.numel()).index_copy(0, wanted_N, value_N).view(tokens_BT.shape)
+
+
 def _aligned(next_BT: Tensor) -> Tensor:
     """From the log-probability of the token after each position to that of the token at it."""
     return torch.cat([torch.zeros_like(next_BT[:, :1]), next_BT[:, :-1]], dim=1)
-
-
-def _wanted(batch: Batch) -> Tensor:
-    """Where, in B * T, a learnt token comes next. One place at least: every rank takes part in a backward pass."""
-    wanted_N = (batch.mask_BT.roll(-1, 1) != 0).flatten().nonzero().flatten()
-    return wanted_N if len(wanted_N) else wanted_N.new_zeros(1)
 
 
 def _check_compiler() -> None:
@@ -87,7 +86,9 @@ class HFEngine:
         self.steps = 0
         self.isolates = False
         disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
+        self.known = runplan.open_model(model_dir, "hf")
+        loader = AutoModelForSequenceClassification if self.known.scores else AutoModelForCausalLM
+        model = loader.from_pretrained(
             model_dir,
             dtype=torch.float32,
             local_files_only=True,
@@ -99,9 +100,11 @@ class HFEngine:
         # transformers keeps the gradient from the embedding of the padding token. That token is often the end of a turn
         # as well, padding is never learnt here, and no other engine has such an exception.
         model.get_input_embeddings().padding_idx = None
+        if self.known.scores:
+            scalar.per_token(model)
+        self.head = model.score if self.known.scores else model.get_output_embeddings()
         blocks = set(model._no_split_modules or ())
         if spec.lora_rank is not None:
-            self.known = runplan.open_model(model_dir, "hf")
             self.sites = runplan.check_lora(self.known, spec)
             model = lora.wrap(model, spec, self.known, self.sites)
         else:
@@ -117,7 +120,6 @@ class HFEngine:
                 # transformers' own switch does nothing in eval mode.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.wanted_N: Tensor | None = None
-        self.head = model.get_output_embeddings()
         if self.head is not None:
             self.head.register_forward_pre_hook(self._only_wanted)
 
@@ -134,7 +136,7 @@ class HFEngine:
         coefficients: dict[str, float] = {}
         self._zero_grad()
         for number, batch in enumerate(micro_batches, 1):
-            wanted_N = _wanted(batch) if self.head is not None else None
+            wanted_N = self._wanted(batch) if self.head is not None else None
             batch = self._on_device(batch)
             terms = objective.loss(self._logp(batch, wanted_N), batch)
             parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
@@ -220,14 +222,18 @@ class HFEngine:
         )
 
     def _logp(self, batch: Batch, wanted_N: Tensor | None = None) -> Tensor:
-        """logp_BT. ``wanted_N``: 0 elsewhere, where logits, often the largest tensor of a step, are never made."""
+        """logp_BT, of a reward model value_BT. ``wanted_N``: 0 elsewhere, where logits, often the largest tensor of a
+        step, are never made."""
         positions_BT = None
         if batch.packed is not None:
             self._check_isolation()
             positions_BT = positions(batch).to(self.device)
         if wanted_N is not None:
             return self._logp_of(batch, positions_BT, wanted_N.to(self.device))
-        logp_BT = token_logp(self._logits(batch.tokens_BT, positions_BT), batch.tokens_BT)
+        logits_BTV = self._logits(batch.tokens_BT, positions_BT)
+        if self.known.scores:
+            return logits_BTV.squeeze(-1)
+        logp_BT = token_logp(logits_BTV, batch.tokens_BT)
         return logp_BT if positions_BT is None else logp_BT.masked_fill(positions_BT == 0, 0.0)
 
     def _logp_of(self, batch: Batch, positions_BT: Tensor | None, wanted_N: Tensor) -> Tensor:
@@ -236,9 +242,17 @@ class HFEngine:
             logits_NV = self._logits(batch.tokens_BT, positions_BT).squeeze(0)
         finally:
             self.wanted_N = None
+        if self.known.scores:
+            return _placed(logits_NV.squeeze(-1), wanted_N, batch.tokens_BT)
         logp_N = _picked(logits_NV, batch.tokens_BT.roll(-1, 1).flatten()[wanted_N])
-        next_BT = logp_N.new_zeros(batch.tokens_BT.numel()).index_copy(0, wanted_N, logp_N).view(batch.tokens_BT.shape)
-        return _aligned(next_BT)
+        return _aligned(_placed(logp_N, wanted_N, batch.tokens_BT))
+
+    def _wanted(self, batch: Batch) -> Tensor:
+        """Where, in B * T, the head is asked: before a learnt token, a reward model's at it. One place at least: every
+        rank takes part in a backward pass."""
+        asked_BT = batch.mask_BT if self.known.scores else batch.mask_BT.roll(-1, 1)
+        wanted_N = (asked_BT != 0).flatten().nonzero().flatten()
+        return wanted_N if len(wanted_N) else wanted_N.new_zeros(1)
 
     def _only_wanted(self, head: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the head: the hidden states of the wanted positions only, (1, N, H)."""

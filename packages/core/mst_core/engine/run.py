@@ -203,7 +203,7 @@ def _commit(job: Job, staging: Staging, parents: list[Parent], done: Fit, step: 
         raise InputError("changed while it was trained from", where=job.model_dir)
     adapter = job.spec.lora_rank is not None
     return staging.commit(
-        kind="adapter" if adapter else "model",
+        kind="adapter" if adapter else base.kind,
         layout="peft" if adapter else base.layout,
         encoding={} if adapter else base.encoding,
         model=None if adapter else base.model,

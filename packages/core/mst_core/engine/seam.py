@@ -7,7 +7,8 @@ Log-probabilities are aligned with the tokens they belong to::
     logp_BT[b, t] = log p(tokens_BT[b, t] | tokens_BT[b, :t])        logp_BT[:, 0] = 0
 
 so ``mask_BT`` (which tokens are learnt) has the same index, and no shifted copy of anything exists.
-Only these log-probabilities cross the seam, never logits: vocabulary-parallel work, pipeline stages and
+A reward model has value_BT in its place: the scalar head's value at that token, whose loss reads it at the last one.
+Only these cross the seam, never logits: vocabulary-parallel work, pipeline stages and
 padding for the engine's own needs stay inside the engine.
 
 An objective returns named terms, each a *sum* and its *weight*; only an engine divides, each term by its
@@ -129,8 +130,8 @@ class Engine(Protocol):
         ...
 
     def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """logp_BT (fp32, CPU, no gradient, dropout off) on every rank of the model-parallel group, to be read where
-        mask_BT is not 0.
+        """logp_BT (of a reward model value_BT; fp32, CPU, no gradient, dropout off) on every rank of the model-parallel
+        group, to be read where mask_BT is not 0.
         ``reference=True`` turns the adapter off."""
         ...
 

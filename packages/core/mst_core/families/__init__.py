@@ -100,7 +100,7 @@ def family_for(config: Config, where: Where = "config.json") -> Family:
         raise InputError(f"architectures must be a list of names, found {named!r:.80}", where=where)
     known = ", ".join(family.architecture for family in FAMILIES)
     for family in FAMILIES:
-        if named and named[0] == family.architecture:
+        if named and named[0] and named[0] in (family.architecture, family.reward):
             return family
         if not named and config.get("model_type") == family.model_type:
             return family

@@ -45,6 +45,7 @@ def _refuse(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 GEMMA2 = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
+    reward="Gemma2ForSequenceClassification",
     model_type="gemma2",
     rules=ROWS,
     read=_read,
@@ -53,6 +54,7 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
+    reward="Gemma3TextForSequenceClassification",
     model_type="gemma3_text",
     rules=(*ROWS, *QK_NORM),
     read=_read,

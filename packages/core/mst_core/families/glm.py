@@ -56,6 +56,7 @@ def _refuse(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
+    reward="GlmForSequenceClassification",
     model_type="glm",
     rules=ROWS,
     read=_read,
@@ -64,6 +65,7 @@ GLM = Family(
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
+    reward="Glm4ForSequenceClassification",
     model_type="glm4",
     rules=(*ROWS, *POST_NORMS),
     read=_read,

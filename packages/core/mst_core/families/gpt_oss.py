@@ -79,6 +79,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 GPT_OSS = Family(
     name="gpt-oss",
     architecture="GptOssForCausalLM",
+    reward="GptOssForSequenceClassification",
     model_type="gpt_oss",
     rules=(EMBEDDING, INPUT_NORM, QKV, QKV_BIAS, PROJ, PROJ_BIAS, SINKS, PRE_MLP_NORM, *MLP, FINAL_NORM, OUTPUT),
     read=_read,

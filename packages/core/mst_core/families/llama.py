@@ -88,6 +88,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    reward="LlamaForSequenceClassification",
     model_type="llama",
     rules=(EMBEDDING, *LAYER, *BIASES, FINAL_NORM, OUTPUT),
     read=_read,

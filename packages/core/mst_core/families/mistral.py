@@ -21,6 +21,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
+    reward="MistralForSequenceClassification",
     model_type="mistral",
     rules=LLAMA.rules,
     read=_read,

@@ -66,6 +66,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
+    reward="MixtralForSequenceClassification",
     model_type="mixtral",
     rules=(
         EMBEDDING,

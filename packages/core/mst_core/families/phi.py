@@ -29,6 +29,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
+    reward="Phi3ForSequenceClassification",
     model_type="phi3",
     rules=(EMBEDDING, INPUT_NORM, FUSED_QKV, PROJ, MLP_NORM, GATE_UP, FC2, FINAL_NORM, OUTPUT),
     read=_read,

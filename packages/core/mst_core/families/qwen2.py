@@ -37,6 +37,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
+    reward="Qwen2ForSequenceClassification",
     model_type="qwen2",
     rules=LLAMA.rules,
     read=_read,

@@ -34,6 +34,7 @@ def _translate(config: Config, where: Where) -> dict[str, dict[str, Any]]:
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    reward="Qwen3ForSequenceClassification",
     model_type="qwen3",
     rules=(*LLAMA.rules, *QK_NORM),
     read=_read,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mst_core.errors import InputError
 from mst_core.families.ops import OPS, Region, check_regions, pack_rows, unpack_rows
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 Where = str | Path
 EXPERT = ".{e}"
+HEAD = "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,29 @@ class Model:
         return "tied" in self.facts
 
     @property
+    def scores(self) -> bool:
+        """Whether it is a reward model: a scalar head in the place of the vocabulary's."""
+        return "reward" in self.facts
+
+    @property
+    def kind(self) -> Literal["model", "reward"]:
+        """Of its manifest."""
+        return "reward" if self.scores else "model"
+
+    @property
+    def architecture(self) -> str:
+        """transformers' class."""
+        return self.family.reward if self.scores else self.family.architecture
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Its family's. The scalar head is called as mcore-bridge does, and never padded."""
+        if not self.scores:
+            return self.family.rules
+        kept = (rule for rule in self.family.rules if not rule.native.endswith(HEAD))
+        return (*kept, Rule(HEAD, ("score.weight [1,h]",)))
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers have the same tensors: only then can a checkpoint stack them."""
         return len(set(self.layer_facts)) < 2
@@ -185,7 +209,7 @@ class Model:
         # Vision-language models have a prefix of their own, on both sides.
         embedding = next((t.hf[0].name for t in found if t.key.endswith("embedding.word_embeddings.weight")), "")
         # The name of the head, InternLM2's too, is in the rule that a tied model leaves out.
-        heads = (rule.hf[0] for rule in self.family.rules if rule.native.endswith("output_layer.weight"))
+        heads = (rule.hf[0] for rule in self.family.rules if rule.native.endswith(HEAD))
         own_head = next(heads, "lm_head.weight").partition(" ")[0]
         copies = {own_head: embedding} if self.tied else {}
         head = embedding if self.tied else own_head
@@ -202,7 +226,7 @@ class Model:
 
         return ModelInfo(
             family=self.family.name,
-            architecture=self.family.architecture,
+            architecture=self.architecture,
             dims=self.dims.as_dict(),
             dtype=dtype or self.dtype,
             tied=self.tied,
@@ -214,6 +238,7 @@ class Model:
 class Family:
     """An architecture as data. ``read`` gives dims and facts of a config, ``translate`` Megatron's settings.
 
+    reward    transformers' class of this decoder with a scalar head, "" where it has none
     ignored   Hugging Face tensors of old checkpoints that hold no parameters (computed buffers), with ``{i}``:
               accounted for by name, not converted
     dialects  facts that names decide where config.json does not: {fact, or facts joined by " and ": a tensor whose
@@ -229,6 +254,7 @@ class Family:
     rules: tuple[Rule, ...]
     read: Callable[[Config, Where], Reading]
     translate: Callable[[Config, Where], dict[str, dict[str, Any]]]
+    reward: str = ""
     ignored: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
     dialects: Mapping[str, str] = field(default_factory=dict)
     carried: tuple[tuple[str, str], ...] = ()
@@ -242,7 +268,10 @@ class Family:
         dialect   the dialect itself (a manifest remembers it)
         """
         check_counts(config, where)
-        dims, facts, layers = self.read(config, where)
+        scores = self._scores(config, where)
+        dims, facts, layers = self.read(_untied(config) if scores else config, where)
+        if scores:
+            facts |= {"reward"}
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         if self.dialects:
             there = frozenset(names)
@@ -252,7 +281,16 @@ class Family:
 
     def megatron(self, config: Config, where: Where = "config.json") -> dict[str, dict[str, Any]]:
         """Megatron's settings, in groups (see families/translate.py). InputError where Megatron has no equivalent."""
-        return self.translate(config, where)
+        return self.translate(_untied(config) if self._scores(config, where) else config, where)
+
+    def _scores(self, config: Config, where: Where) -> bool:
+        """Whether ``config`` is a reward model's. InputError for a classifier with more than one label."""
+        if not self.reward or (config.get("architectures") or [""])[0] != self.reward:
+            return False
+        labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+        if labels != 1:
+            raise InputError(f"is a classifier of {labels} labels; a reward model has one", where=where)
+        return True
 
     def carried_native(self, name: str) -> str | None:
         """The native name of a Hugging Face tensor that is carried as it is; None if it is not one."""
@@ -263,6 +301,11 @@ class Family:
 
     def is_ignored(self, name: str, dims: Dims) -> bool:
         return any(name in _each_layer(pattern, dims.layers) for pattern in self.ignored)
+
+
+def _untied(config: Config) -> Config:
+    """Without the tie of the head that a reward model does not have."""
+    return {**config, "tie_word_embeddings": False}
 
 
 LAYERS = ("num_hidden_layers", "num_layers", "num_nextn_predict_layers")
@@ -300,7 +343,7 @@ def tasks(model: Model, vocab_padding: int = 1) -> list[Task]:
 
 
 def _tasks(model: Model, vocab_padding: int) -> list[Task]:
-    rules = model.family.rules
+    rules = model.rules
     found = [
         _task(model.dims, rule, {}, vocab_padding)
         for rule in rules

@@ -33,6 +33,7 @@ class Cut:
     same       all micro-batches of a step have one shape, on all ranks
     learnt     logits are made for learnt tokens only (under sequence parallelism each rank holds other tokens)
     balance    routers are told which tokens are padding, for their load balancing loss
+    scores     the last stage gives the score at each token, of a reward model, in the place of log-probabilities
     """
 
     multiple: int
@@ -41,12 +42,13 @@ class Cut:
     same: bool
     learnt: bool
     balance: bool
+    scores: bool = False
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Cut:
+    def of(cls, spec: RunSpec, scores: bool = False) -> Cut:
         multiple = (spec.tp if spec.sp else 1) * (2 * spec.cp if spec.cp > 1 else 1)
         group = spec.pp if spec.vp > 1 else 1
-        return cls(multiple, spec.cp, group, same_shapes(spec), not spec.sp, spec.moe_aux_loss_coeff > 0)
+        return cls(multiple, spec.cp, group, same_shapes(spec), not spec.sp, spec.moe_aux_loss_coeff > 0, scores)
 
     def shape(self, batches: Sequence[Batch]) -> tuple[int, int] | None:
         """(B, S) of all micro-batches of this step, on all data parallel ranks; None where each may have its own."""

@@ -49,16 +49,18 @@ class MegatronEngine:
         self.rank = dist.get_rank()
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.cut = Cut.of(spec)
+        scores = self.source.model.scores
+        self.cut = Cut.of(spec, scores)
         settings = self.source.family.megatron(self.source.config, str(self.source.hf))
-        built = model.build(settings, spec, self.source.vocab_rows(spec.tp))
+        built = model.build(settings, spec, self.source.vocab_rows(spec.tp), scores=scores)
         self.raw = [chunk.to(groups.device()) for chunk in built]
         self.source.load(self.raw)
         inner = []
         self.adapters: list[lora.Adapters] = []
         self.sites = [] if spec.lora_rank is None else runplan.check_lora(self.source.model, spec)
         for chunk in self.raw:
-            step.mask_padding(chunk, self.dims.vocab)
+            if not scores:
+                step.mask_padding(chunk, self.dims.vocab)
             inner.append(model.in_precision(chunk, spec))  # before the adapters, which stay fp32 as PEFT's do
             if spec.lora_rank is not None:
                 self.adapters += lora.attach(chunk, spec, self.sites)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mst_core.engine.megatron import attention, cpu
+from mst_core.engine.scalar import ScalarHead
 from mst_core.runspec import RunSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -106,10 +107,11 @@ def _recompute_fields(spec: RunSpec) -> dict[str, Any]:
     return {}
 
 
-def build(groups: dict[str, dict[str, Any]], spec: RunSpec, vocab_rows: int) -> list[Any]:
+def build(groups: dict[str, dict[str, Any]], spec: RunSpec, vocab_rows: int, *, scores: bool = False) -> list[Any]:
     """This rank's parts of the model (one, or one for each virtual stage), weights not yet loaded.
 
     vocab_rows   rows of the embedding over all ranks, padding included
+    scores       a reward model: the last stage ends in a scalar head
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -127,6 +129,9 @@ def build(groups: dict[str, dict[str, Any]], spec: RunSpec, vocab_rows: int) -> 
             parallel_output=True,
             vp_stage=stage,
         )
+        if scores and model.post_process:
+            model.output_layer = ScalarHead(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+            model.output_layer.sequence_parallel = spec.sp
         if groups["rope"]:
             rotary = model.rotary_pos_emb
             rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **groups["rope"])

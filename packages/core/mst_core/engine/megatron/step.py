@@ -52,7 +52,8 @@ def mask_padding(model: Any, vocab: int) -> None:
 
 
 def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None, flat: bool) -> Tensor:
-    """This stage's forward pass. On the last stage -logp of the next token, (B, C); else the hidden states.
+    """This stage's forward pass. On the last stage -logp of the next token, (B, C), or of a reward model the score at
+    each; else the hidden states.
 
     It is 0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made, where the
     cut allows. ``shape``: see Cut.shape. ``flat``: all rows are laid one after another, (1, B * S), and the segments in
@@ -66,8 +67,10 @@ def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | No
 
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
-    process = None
-    if cut.learnt:
+    process: Callable[..., Tensor] | None = None
+    if cut.scores:
+        process = _scores
+    elif cut.learnt:
         process = partial(_learnt, learnt_BS=mine(cut.pad(batch.mask_BT, shape).roll(-1, dims=1) != 0))
     return model(
         input_ids=mine(tokens_BS),
@@ -134,12 +137,25 @@ def _learnt(
     return loss_N.new_zeros(length * batch).index_copy(0, chosen_N, loss_N).view(length, batch).t()
 
 
+def _scores(*, hidden_states: Tensor, output_layer: Any, **_: object) -> Tensor:
+    """GPTModel's end in a reward model: the score at each token, (B, C). The head is whole on every tensor parallel
+    rank, so each needs all tokens, and finds their whole gradient."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    if output_layer.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+    scores_BC: Tensor = output_layer(hidden_states).squeeze(-1).t()
+    return scores_BC
+
+
 def logp_of(output_BC: Tensor, batch: Batch, cut: Cut, shape: tuple[int, int] | None, flat: bool) -> Tensor:
-    """logp_BT of the last stage's output, on every context parallel rank."""
+    """logp_BT (of a reward model value_BT) of the last stage's output, on every context parallel rank."""
     rows, length = batch.tokens_BT.shape
     if flat:
         output_BC = output_BC.view(-1, cut.width(length, shape))
     output_BS = cut.whole(output_BC.float())
+    if cut.scores:
+        return output_BS[:rows, :length]
     first_B1 = torch.zeros_like(output_BS[:rows, :1])
     logp_BT = torch.cat([first_B1, -output_BS[:rows, : length - 1]], dim=1)
     return logp_BT if batch.packed is None else logp_BT.masked_fill(positions(batch).to(logp_BT.device) == 0, 0.0)

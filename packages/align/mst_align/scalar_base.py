@@ -1,0 +1,93 @@
+"""What --method rm starts from: the model with a scalar head in the place of its vocabulary's.
+
+A directory like any other, made once in --cache, tensor by tensor, so that every engine trains and writes it as it does
+any model. The head starts at zero: every score is 0 and the first loss ln 2, on any engine and layout.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mst_core import console, families, manifest, tensors
+from mst_core.checkpoint import TOKENIZER_FILES, Staging
+from mst_core.data.render import load_tokenizer
+from mst_core.engine import grow
+from mst_core.errors import InputError
+from mst_core.manifest import Parent
+from mst_core.runplan import RunPlan, open_model
+from mst_core.runspec import RunSpec
+
+HEAD = "score.weight"
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def prepared(spec: RunSpec, plan: RunPlan) -> RunPlan:
+    """The plan of training the model with a scalar head, which is made if the cache has none."""
+    if open_model(plan.model_dir, plan.layout).scores:
+        return plan
+    base = manifest.identify(plan.model_dir)
+    made = grow.kept(spec.cache, "reward", [base.id], lambda staging: _make(staging, plan.model_dir, base))
+    return plan.model_copy(update={"model": str(made)})
+
+
+def _make(staging: Staging, model_dir: Path, base: manifest.Manifest) -> None:
+    config, stored = tensors.config(model_dir), tensors.headers(model_dir)
+    family = families.family_for(config, model_dir)
+    pad, token = _padding(load_tokenizer(model_dir), model_dir)
+    config = {
+        **{name: value for name, value in config.items() if name != "num_labels"},
+        "architectures": [family.reward],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": pad,
+        "tie_word_embeddings": False,
+    }
+    model = family.model(config, model_dir, names=stored)
+    kept = [stored[spec.name] for spec in model.hf_tensors() if spec.name != HEAD]
+    dtype = kept[0].dtype
+    shape = (1, model.dims.hidden)
+    writer = tensors.write_hf(staging, [*((ref.name, ref.dtype, ref.shape) for ref in kept), (HEAD, dtype, shape)])
+    for ref in kept:
+        writer.put(ref.name, tensors.read(ref))
+    writer.put(HEAD, torch.zeros(shape, dtype=tensors.torch_dtype(dtype)))
+    writer.finish()
+    staging.write("config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    for name in TOKENIZER_FILES:
+        path = model_dir / name
+        if not path.is_file():
+            continue
+        if name in ("tokenizer_config.json", "special_tokens_map.json"):
+            staging.write(
+                name, json.dumps({**tensors.read_json(path), "pad_token": token}, indent=2, ensure_ascii=False)
+            )
+        else:
+            staging.copy(path, name)
+    staging.commit(
+        kind=model.kind,
+        layout="hf",
+        encoding=base.encoding,
+        model=model.info(base.model.dtype if base.model else None),
+        parents=[Parent(role="base", id=base.id, weights=base.digests.weights)],
+        parent_dirs=[model_dir],
+        tool="mst-align --method rm",
+        settings={},
+    )
+    console.say(f"a head of one score, all zero, in the place of the vocabulary's; rows are padded with {token}")
+
+
+def _padding(tokenizer: Any, where: Path) -> tuple[int, str]:
+    """The token that pads. transformers reads the score at the last token that is not it: no conversation may end in
+    it, as many do where the end of a turn pads too."""
+    text = tokenizer.apply_chat_template(PROBE, tokenize=False)
+    used = set(tokenizer(text, add_special_tokens=False)["input_ids"]) | {tokenizer.bos_token_id}
+    special = [number for number, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    for number in (tokenizer.pad_token_id, tokenizer.unk_token_id, *special):
+        if number is not None and number not in used:
+            return number, str(tokenizer.convert_ids_to_tokens(number))
+    raise InputError(
+        "its tokenizer has no token to pad with that ends no conversation", where=where, hint="--add-tokens '<pad>'"
+    )
