@@ -69,6 +69,11 @@ def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, pro
     return found
 
 
+def last_tokens(batch: Batch) -> Batch:
+    """The same, learnt at each last token."""
+    return replace(batch, mask_BT=torch.zeros_like(batch.mask_BT).scatter(1, batch.lengths_B[:, None] - 1, 1.0))
+
+
 def packed(batch: Batch) -> Batch:
     """The same samples, two to a row."""
     lengths, rows = batch.lengths_B.tolist(), []
@@ -104,6 +109,8 @@ def play(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"before": engine.score(probe) * probe.mask_BT, "steps": []}
     rates = RATES[: case["steps"]]
     given = [with_reference(engine, objective, batches(seed, 8, micro, case["vocab"])) for seed in range(len(rates))]
+    if case["objective"] == "rm":
+        given = [[last_tokens(batch) for batch in whole] for whole in given]
     if case.get("packed"):
         given = [[packed(batch) for batch in whole] for whole in given]
         found["packed"] = engine.score(given[0][0])
