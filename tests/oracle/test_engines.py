@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mst_core.engine import launch
+from mst_core.engine import grow, launch
 from mst_core.engine.plain import PlainEngine
 from mst_core.errors import MissingPackage, RunError
+from mst_core.runplan import plan_run
+from mst_core.runspec import RunSpec
 from tests.launch import ROOT, free_port, last
 from tests.oracle import megatron_ranks as contract
 from tests.oracle.resume_ranks import state_of
@@ -40,6 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
 HALF = {"precision": "bf16"}
+ROWS = {**LORA, "add_tokens": ["<tool>", "</tool>"]}
 QUANT = ("qlora",) if importlib.util.find_spec("bitsandbytes") else ()
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,6 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dpo": {"objective": "dpo", "micro": 2},
     "lora": {"objective": "dpo", "micro": 2, "more": LORA, "save": True, "resume": True},
     "dora": {"objective": "sft", "micro": 2, "more": {**LORA, "lora_dora": True, "lora_rslora": True}, "save": True},
+    "rows": {"objective": "dpo", "micro": 2, "more": ROWS, "save": True, "resume": True},
+    "rows-tied": {"objective": "sft", "micro": 2, "more": ROWS, "save": True},
     "moe": {"objective": "sft", "micro": 2, "save": True, "resume": True},
     "moe-lora": {"objective": "sft", "micro": 2, "more": LORA, "save": True},
     **({"qlora": {"objective": "sft", "micro": 2, "more": {**LORA, "qlora": "nf4"}, "save": True}} if QUANT else {}),
@@ -59,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
 QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
     "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
-    "zero2/qlora", "zero3/moe-lora",
+    "zero2/qlora", "zero3/moe-lora", "zero3/rows", "zero2/rows-tied",
     "zero3/sft-1", "zero3/moe",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
@@ -90,6 +95,7 @@ class Ran:
 
     def __init__(self, model: Path, where: Path) -> None:
         self.model, self.where, self.half, self.moe, self.even = model, where, model, model, model
+        self.grown, self.tied = model, model
         self.found: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, name: str) -> dict[str, Any]:
@@ -104,7 +110,7 @@ class Ran:
         return first
 
     def case(self, name: str) -> dict[str, Any]:
-        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even}
+        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even, "tied": self.tied, "rows": self.grown}
         model = next((model for kind, model in own.items() if kind in name), self.model)
         return case_of(name, model, self.where)
 
@@ -127,7 +133,16 @@ def ran(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     found.half = tiny_hf("llama", dtype="bfloat16")
     found.even = tiny_hf("llama", intermediate_size=128)
     found.moe = tiny_hf("qwen3_moe", **EXPERTS)
+    found.grown, found.tied = (grown(tiny_hf(family), found.where / family) for family in ("llama", "qwen2"))
     return found
+
+
+def grown(model: Path, cache: Path) -> Path:
+    """The model with the tokens of ``ROWS``."""
+    cache.mkdir()
+    (cache / "rows.jsonl").write_text('{"text": "a"}\n')
+    spec = RunSpec(model=str(model), data=(cache / "rows.jsonl",), out=cache / "out", cache=cache, **ROWS)
+    return grow.prepared(spec, plan_run(spec, "test")).model_dir
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +168,7 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "name", cases("sft-1", "sft-2", "recompute", "dpo", "lora", "dora", "moe", "moe-lora", "qlora")
+    "name", cases("sft-1", "sft-2", "recompute", "dpo", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "qlora")
 )
 def test_five_steps_equal_the_plain_engine(ran: Ran, plain: Any, name: str) -> None:
     found, wanted = ran(name), plain(name)[1]
@@ -178,19 +193,21 @@ def test_bf16_is_near_the_plain_engines(ran: Ran, plain: Any, name: str) -> None
     assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", cases("dpo", "lora", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("dpo", "lora", "rows", "bf16-lora"))
 def test_the_first_dpo_loss_is_ln_2(ran: Ran, name: str) -> None:
     assert abs(ran(name)["steps"][0]["loss"] - math.log(2)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", cases("lora", "dora", "moe-lora", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("lora", "dora", "rows", "rows-tied", "moe-lora", "bf16-lora"))
 def test_the_adapter_off_is_the_base(ran: Ran, name: str) -> None:
     found = ran(name)
     assert torch.equal(found["reference"], found["before"])
     assert not torch.equal(found["after"], found["before"])
 
 
-@pytest.mark.parametrize("name", cases("sft-1", "lora", "dora", "moe", "moe-lora", "bf16", "bf16-lora"))
+@pytest.mark.parametrize(
+    "name", cases("sft-1", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "bf16", "bf16-lora")
+)
 def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes the same, fp32 values near; bf16 weights within an update or two."""
     ran(name)
@@ -206,7 +223,7 @@ def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name
         assert (found[key].float() - value.float()).abs().max() <= limit, key
 
 
-@pytest.mark.parametrize("name", cases("recompute", "lora", "moe", "bf16"))
+@pytest.mark.parametrize("name", cases("recompute", "lora", "rows", "moe", "bf16"))
 def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     found = ran(name)["resumed"]
     assert found["same"]
