@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mst_core.engine import launch
+from mst_core.engine import grow, launch
 from mst_core.engine.plain import PlainEngine
 from mst_core.errors import MissingPackage, RunError
+from mst_core.runplan import plan_run
+from mst_core.runspec import RunSpec
 from tests.launch import ROOT, free_port, last
 from tests.oracle import megatron_ranks as contract
 from tests.oracle.resume_ranks import state_of
@@ -40,6 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
 HALF = {"precision": "bf16"}
+ROWS = {**LORA, "add_tokens": ["<tool>", "</tool>"]}
 QUANT = ("qlora",) if importlib.util.find_spec("bitsandbytes") else ()
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -50,6 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "rm": {"objective": "rm", "micro": 2, "save": True, "resume": True},
     "lora": {"objective": "dpo", "micro": 2, "more": LORA, "save": True, "resume": True},
     "dora": {"objective": "sft", "micro": 2, "more": {**LORA, "lora_dora": True, "lora_rslora": True}, "save": True},
+    "rows": {"objective": "dpo", "micro": 2, "more": ROWS, "save": True, "resume": True},
+    "rows-tied": {"objective": "sft", "micro": 2, "more": ROWS, "save": True},
     "moe": {"objective": "sft", "micro": 2, "save": True, "resume": True},
     "moe-lora": {"objective": "sft", "micro": 2, "more": LORA, "save": True},
     **({"qlora": {"objective": "sft", "micro": 2, "more": {**LORA, "qlora": "nf4"}, "save": True}} if QUANT else {}),
@@ -60,7 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
 QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
     "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
-    "zero2/qlora", "zero3/moe-lora",
+    "zero2/qlora", "zero3/moe-lora", "zero3/rows", "zero2/rows-tied",
     "zero3/sft-1", "zero3/moe", "zero3/rm",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
@@ -91,7 +96,7 @@ class Ran:
 
     def __init__(self, model: Path, where: Path) -> None:
         self.model, self.where = model, where
-        self.half = self.moe = self.even = self.reward = model
+        self.half = self.moe = self.even = self.reward = self.grown = self.tied = model
         self.found: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, name: str) -> dict[str, Any]:
@@ -106,7 +111,8 @@ class Ran:
         return first
 
     def case(self, name: str) -> dict[str, Any]:
-        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even, "rm": self.reward}
+        own = {"bf16": self.half, "moe": self.moe, "qlora": self.even, "tied": self.tied, "rows": self.grown}
+        own["rm"] = self.reward
         model = next((model for kind, model in own.items() if kind in name), self.model)
         return case_of(name, model, self.where)
 
@@ -130,7 +136,16 @@ def ran(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     found.even = tiny_hf("llama", intermediate_size=128)
     found.reward = tiny_hf("qwen2", scores=True)
     found.moe = tiny_hf("qwen3_moe", **EXPERTS)
+    found.grown, found.tied = (grown(tiny_hf(family), found.where / family) for family in ("llama", "qwen2"))
     return found
+
+
+def grown(model: Path, cache: Path) -> Path:
+    """The model with the tokens of ``ROWS``."""
+    cache.mkdir()
+    (cache / "rows.jsonl").write_text('{"text": "a"}\n')
+    spec = RunSpec(model=str(model), data=(cache / "rows.jsonl",), out=cache / "out", cache=cache, **ROWS)
+    return grow.prepared(spec, plan_run(spec, "test")).model_dir
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +171,8 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "name", cases("sft-1", "sft-2", "recompute", "dpo", "rm", "lora", "dora", "moe", "moe-lora", "qlora")
+    "name",
+    cases("sft-1", "sft-2", "recompute", "dpo", "rm", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "qlora"),
 )
 def test_five_steps_equal_the_plain_engine(ran: Ran, plain: Any, name: str) -> None:
     found, wanted = ran(name), plain(name)[1]
@@ -181,19 +197,21 @@ def test_bf16_is_near_the_plain_engines(ran: Ran, plain: Any, name: str) -> None
     assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", cases("dpo", "lora", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("dpo", "lora", "rows", "bf16-lora"))
 def test_the_first_dpo_loss_is_ln_2(ran: Ran, name: str) -> None:
     assert abs(ran(name)["steps"][0]["loss"] - math.log(2)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", cases("lora", "dora", "moe-lora", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("lora", "dora", "rows", "rows-tied", "moe-lora", "bf16-lora"))
 def test_the_adapter_off_is_the_base(ran: Ran, name: str) -> None:
     found = ran(name)
     assert torch.equal(found["reference"], found["before"])
     assert not torch.equal(found["after"], found["before"])
 
 
-@pytest.mark.parametrize("name", cases("sft-1", "rm", "lora", "dora", "moe", "moe-lora", "bf16", "bf16-lora"))
+@pytest.mark.parametrize(
+    "name", cases("sft-1", "rm", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "bf16", "bf16-lora")
+)
 def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes the same, fp32 values near; bf16 weights within an update or two."""
     ran(name)
@@ -209,7 +227,7 @@ def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name
         assert (found[key].float() - value.float()).abs().max() <= limit, key
 
 
-@pytest.mark.parametrize("name", cases("recompute", "rm", "lora", "moe", "bf16"))
+@pytest.mark.parametrize("name", cases("recompute", "rm", "lora", "rows", "moe", "bf16"))
 def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     found = ran(name)["resumed"]
     assert found["same"]

@@ -59,7 +59,7 @@ class Machine:
         spec = TrainSpec(**{**self.fields, **settings})
         return work(spec, plan(spec)).data
 
-    def stopped(self) -> None:
+    def stopped(self, **settings: Any) -> None:
         """Train, and end after step 4, which is saved and copied."""
         save = saves.Saves.save
 
@@ -71,7 +71,7 @@ class Machine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(saves.Saves, "save", cut)
             with pytest.raises(Stopped):
-                self.train()
+                self.train(**settings)
 
 
 @pytest.fixture
@@ -165,6 +165,100 @@ def test_a_store_that_refuses_the_output_gets_it_later(
     assert made["out"] == url
     Store(url).get("", tmp_path / "copy")
     assert manifest.read(tmp_path / "copy").id == made["id"]
+
+
+def test_a_finished_run_is_extended_on_another_machine(
+    machine: Callable[[str], Machine], url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a local one is: the same id, each step once; refused where its state was not kept, or nothing is to do."""
+    settings = {"keep_state": True, "schedule": "constant", "save_every": None}
+    machine("a").train(steps=4, **settings)
+    with pytest.raises(InputError, match="it has done its 4 steps"):
+        machine("b").train(steps=4, resume=True, **settings)
+    with pytest.raises(InputError, match="lr was"):
+        machine("b").train(steps=6, resume=True, lr=1e-3, **{**settings, "save_every": 1})
+    assert Store(url).whole()
+    made = machine("c").train(steps=6, resume=True, **settings)
+    assert "goes on after step 4 of 6" in capsys.readouterr().err
+    Store(url).get("", tmp_path / "copy")
+    assert checkpoint.verify(tmp_path / "copy") == []
+    rows = (tmp_path / "copy" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert Store(url).partial.names() == []
+    for more in ({"steps": 4}, {"steps": 6, "resume": True}):
+        local = machine("d").train(out=tmp_path / "local", **more, **settings)
+    assert local["id"] == made["id"]
+    machine("a").train(steps=7, resume=True, **{**settings, "keep_state": False})
+    with pytest.raises(InputError, match="exists, without the state that --keep-state would have kept"):
+        machine("a").train(steps=8, resume=True, **settings)
+
+
+def test_an_extension_that_is_stopped_goes_on_from_its_own_checkpoint(
+    machine: Callable[[str], Machine], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine("a").train(steps=2, keep_state=True, schedule="constant")
+    machine("b").stopped(resume=True, schedule="constant")  # it saves step 4, of 6
+    assert Store(url).whole()
+    assert Store(url).partial.steps() == [4]
+    with pytest.raises(InputError, match="exists"):
+        machine("c").train(schedule="constant")
+    machine("c").train(resume=True, schedule="constant")
+    assert "goes on after step 4 of 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_whatever_the_store_refuses_the_old_output_or_the_new_is_there(
+    machine: Callable[[str], Machine], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses the first file of the new output, then the second, and so on to the last removal."""
+    old = machine("a").train(steps=2, keep_state=True, schedule="constant")["id"]
+    store = Store(url)
+    store.get("", tmp_path / "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "finish", lambda url, out: None)
+        new = machine("b").train(steps=4, resume=True, schedule="constant")["id"]
+    spec = TrainSpec(**{**machine("b").fields, "resume": True, "steps": 4})
+    shutil.copytree(spec.out, tmp_path / "new")
+    allowed, seen, left = 0, [], 0
+    calls = {name: getattr(store.fs, name) for name in ("put_file", "cp_file", "rm_file")}
+
+    def counted(name: str, *words: Any) -> None:
+        nonlocal left
+        left -= 1
+        with remote._refusals(url):
+            if left < 0:
+                raise OSError(28, "Insufficient storage")
+        calls[name](*words)
+
+    while not seen or seen[-1] != "done":
+        store.put(tmp_path / "old")
+        store.partial.remove()
+        shutil.copytree(tmp_path / "new", spec.out, dirs_exist_ok=True)
+        left = allowed
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(store.fs, name, lambda *words, name=name: counted(name, *words))
+            try:
+                remote.finish(url, spec.out)
+                seen.append("done")
+            except InputError:
+                seen.append(whole(store.partial, remote.OUTPUT, tmp_path) or whole(store, "", tmp_path) or "lost")
+        if seen[-1] != "done":
+            shutil.rmtree(spec.out)  # that machine is gone; another finishes what it can
+            remote.left(spec)
+            assert whole(store, "", tmp_path) == seen[-1]
+        allowed += 1
+    assert {old, new} == set(seen) - {"done"}
+    assert whole(store, "", tmp_path) == new
+
+
+def whole(store: Store, name: str, tmp_path: Path) -> str | None:
+    """The id of what is there whole, each file as its manifest says."""
+    shutil.rmtree(tmp_path / "look", ignore_errors=True)
+    if not store.whole(name):
+        return None
+    store.get(name, tmp_path / "look")
+    return manifest.read(tmp_path / "look").id if not checkpoint.verify(tmp_path / "look") else None
 
 
 def test_schemes_that_are_not_known_or_not_installed(machine: Callable[[str], Machine], monkeypatch: Any) -> None:

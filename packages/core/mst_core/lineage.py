@@ -48,13 +48,29 @@ def same_weights(identity: str, weights: str | None, known: dict[str, Manifest])
 
 
 def adapts(adapter: Manifest, adapter_dir: Path, base: Manifest, base_dir: Path) -> bool | None:
-    """Whether the adapter was trained on these very weights, in this or another layout.
+    """Whether the adapter was trained on these very weights, in this or another layout, or on what they became when
+    they were given the tokens whose rows it holds (``grown_from``).
 
     None when the adapter does not say what it was trained on (a plain PEFT directory).
     """
     parent = adapter.parent("base")
     if parent is None:
         return None
-    trained_on = same_weights(parent.id, parent.weights, ancestors(adapter_dir))
+    known = ancestors(adapter_dir)
+    trained_on = same_weights(parent.id, parent.weights, known)
+    if origin := grown_from(adapter, known):
+        trained_on |= same_weights(origin.id, origin.weights, known)
     given = same_weights(base.id, base.digests.weights, {base.id: base, **ancestors(base_dir)})
     return bool(trained_on & given)
+
+
+def grown_from(adapter: Manifest, known: dict[str, Manifest]) -> Parent | None:
+    """The base of before --add-tokens, if the adapter holds every row that was added to it."""
+    parent, tokens = adapter.parent("base"), _added(adapter)
+    grown = known.get(parent.id) if parent else None
+    return grown.parent("base") if grown and tokens and _added(grown) == tokens else None
+
+
+def _added(made: Manifest) -> list[str] | None:
+    """The tokens of --add-tokens that it holds: its own rows, or a grown model's."""
+    return made.made_by.settings.get("add_tokens") if made.made_by else None

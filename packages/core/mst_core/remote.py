@@ -2,14 +2,18 @@
 
 The run works in a directory of this machine below --cache, as any other. Each of its checkpoints is copied to
 ``URL.partial/checkpoints/step-N`` when it is whole, and at the end OUT to ``URL``; then both copies here are removed. A
-store has no rename, so the manifest is written last and removed first: what has none is not whole. --resume fetches the
-newest whole checkpoint that is not here. Nothing keeps two machines from working on one URL.
+store has no rename, so the manifest is written last and removed first: what has none is not whole. An output that is to
+replace a whole one (--overwrite, more steps of a finished run) is first made whole as ``URL.partial/output`` and then
+copied within the store: at every moment one of them is there. --resume fetches the newest whole checkpoint that is not
+here; a finished run that kept its state is one. Nothing keeps two machines from working on one URL.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +25,10 @@ from mst_core.spec import Result
 
 if TYPE_CHECKING:
     from mst_core.runspec import RunSpec
+
+
+OUTPUT = "output"
+"""Below URL.partial: what is to replace a whole output."""
 
 
 class Store:
@@ -86,11 +94,30 @@ class Store:
                 (directory / file).parent.mkdir(parents=True, exist_ok=True)
                 self.fs.get_file(_join(self.root, name, file), str(directory / file))
 
+    def take(self, other: Store, name: str) -> None:
+        """Become what the directory ``name`` of ``other`` is, the manifest last."""
+        wanted = other.names(name)
+        self.remove(only=[manifest.NAME])
+        with _refusals(self.url):
+            for file in sorted(wanted, key=lambda file: file == manifest.NAME):
+                if file == manifest.NAME:
+                    self.remove(only=sorted(set(self.names()) - set(wanted)))
+                self._copy(_join(other.root, name, file), _join(self.root, file))
+
+    def _copy(self, source: str, target: str) -> None:
+        try:
+            self.fs.cp_file(source, target)
+        except NotImplementedError:  # of a client whose store cannot
+            with tempfile.NamedTemporaryFile() as file:
+                self.fs.get_file(source, file.name)
+                self.fs.put_file(file.name, target)
+
     def remove(self, name: str = "", only: Sequence[str] | None = None) -> None:
-        """Remove the files in ``name`` (``only`` those), a manifest first."""
+        """Remove the files in ``name`` (``only`` those), all manifests first."""
         with _refusals(self.url):
             there = set(self.names(name))
-            for file in sorted(there if only is None else there & set(only), key=lambda file: file != manifest.NAME):
+            gone = there if only is None else there & set(only)
+            for file in sorted(gone, key=lambda file: file.rpartition("/")[2] != manifest.NAME):
                 self.fs.rm_file(_join(self.root, name, file))
 
 
@@ -99,38 +126,42 @@ def check_out(url: str, out: Path, overwrite: bool, going_on: bool) -> None:
     store = Store(url)
     if overwrite:
         return
-    if store.whole():
-        hint = "--overwrite replaces it, or choose another --out"
-        if going_on:
-            hint = "in a store a finished run is not extended: copy it here and extend that"
-        raise InputError("exists", where=url, hint=hint)
-    steps = store.partial.steps()
+    done = (out / manifest.NAME).exists() or store.partial.whole(OUTPUT)
+    if store.whole() and not (going_on and (done or store.has(resume.RUN))):
+        what = "exists" + (", without the state that --keep-state would have kept" if going_on else "")
+        raise InputError(what, where=url, hint="--overwrite replaces it, or choose another --out")
     if going_on:
         return
-    if steps:
+    if steps := store.partial.steps():
         what = f"a run to it was stopped, and step {steps[-1]} is saved"
         raise InputError(what, where=url, hint="--resume goes on, --overwrite starts again")
-    if (out / manifest.NAME).exists():
-        what = f"a finished run to it, in {out}, was not copied there"
+    if done:
+        what = f"a finished run to it, in {out if out.exists() else store.partial.url}, was not copied there"
         raise InputError(what, where=url, hint="--resume copies it, --overwrite starts again")
 
 
 def fetch(url: str, staged: Path) -> None:
-    """What a run to ``url`` that was stopped elsewhere goes on from, into ``staged``, its OUT.partial here."""
-    store = Store(url).partial
-    for step in reversed(store.steps()):
-        name = f"{resume.FOLDER}/{resume.name_of(step)}"
-        if (staged / name).is_dir():
+    """What a run to ``url`` that was stopped elsewhere, or is to be extended, goes on from: into ``staged``, its
+    OUT.partial here."""
+    out, store = Store(url), Store(url).partial
+    found = [(step, store, f"{resume.FOLDER}/{resume.name_of(step)}") for step in store.steps()]
+    if out.whole() and out.has(resume.RUN):
+        with _refusals(url):
+            told = json.loads(out.fs.cat_file(_join(out.root, resume.RUN)))
+        found.append((told["step"], out, ""))
+    for step, origin, name in sorted(found, key=lambda one: one[0], reverse=True):
+        place = staged / resume.FOLDER / resume.name_of(step)
+        if place.is_dir():
             return
-        console.say(f"fetches {store.url}/{name}")
-        made = staged / f"{name}.fetched"
+        console.say(f"fetches {_join(origin.url, name)}")
+        made = place.with_name(f"{place.name}.fetched")
         shutil.rmtree(made, ignore_errors=True)
-        store.get(name, made)
-        made.rename(staged / name)
-        with_it = [file for file in store.names() if file.startswith(resume.HISTORY)]
-        store.get("", staged, with_it)
+        origin.get(name, made)
+        made.rename(place)
+        with_it = [file for file in origin.names() if file.startswith(resume.HISTORY)]
+        origin.get("", staged, with_it)
         try:
-            if not checkpoint.verify(staged / name):
+            if not checkpoint.verify(place):
                 return
         except MstError:
             continue  # the run names it, and passes it over
@@ -150,19 +181,35 @@ def finish(url: str, out: Path) -> None:
     """Copy the output to the store, and remove what the run kept there and here."""
     store = Store(url)
     console.say(f"copies {out} to {url}")
-    store.put(out)
+    if store.whole():
+        store.partial.put(out, OUTPUT)
+        store.take(store.partial, OUTPUT)
+    else:
+        store.put(out)
     store.partial.remove()
     shutil.rmtree(out)
 
 
 def left(spec: RunSpec) -> Result | None:
-    """Copy what a finished run left here when its store refused it; None if nothing was left, or --overwrite."""
-    if spec.remote is None or spec.overwrite or not (spec.out / manifest.NAME).exists():
+    """Copy what a finished run left here, or beside its place in the store, when the store refused it; None if nothing
+    was left, or --overwrite."""
+    if spec.remote is None or spec.overwrite:
+        return None
+    store, here = Store(spec.remote), (spec.out / manifest.NAME).exists()
+    if not here and not store.partial.whole(OUTPUT):
         return None
     if spec.place.index:
         raise SystemExit(0)  # another process does it
-    made = manifest.read(spec.out)
-    finish(spec.remote, spec.out)
+    if here:
+        made = manifest.read(spec.out)
+        finish(spec.remote, spec.out)
+    else:
+        console.say(f"copies {store.partial.url}/{OUTPUT} to {spec.remote}")
+        store.take(store.partial, OUTPUT)
+        with tempfile.TemporaryDirectory() as folder:
+            store.get("", Path(folder), [manifest.NAME])
+            made = manifest.read(Path(folder))
+        store.partial.remove()
     return Result(text=spec.remote, data={"out": spec.remote, "id": made.id})
 
 

@@ -65,7 +65,8 @@ def stopped_at(out: Path) -> int | None:
 
 
 def newest(out: Path, settings: Mapping[str, Any]) -> Found | None:
-    """The newest whole checkpoint of a run cut short, or of a finished one whose state was kept.
+    """The newest whole checkpoint of a run cut short, or of a finished one whose state was kept (one in a store is
+    fetched to where the others are).
 
     Broken ones are named and passed over. InputError if its settings differ from ``settings``.
     """
@@ -85,7 +86,7 @@ def newest(out: Path, settings: Mapping[str, Any]) -> Found | None:
             raise InputError(f"cannot be extended, it is broken: {problems[0]}", where=out)
         found = _read(out)
     if found is not None:
-        _compare(found, settings, extends=found.directory == out)
+        _compare(found, settings, extends=found.step == found.settings["steps"])
     return found
 
 

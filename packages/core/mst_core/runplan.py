@@ -133,8 +133,8 @@ def plan_run(
         if spec.steps or (counted and lines is not None)
         else "known when the rows are read"
     )
-    what = "all weights" + (" and new tokens" if spec.add_tokens else "")
-    what = what if spec.lora_rank is None else f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
+    lora = f"LoRA rank {spec.lora_rank} on {', '.join(spec.lora_targets)}"
+    what = ("all weights" if spec.lora_rank is None else lora) + (" and new tokens" if spec.add_tokens else "")
     return RunPlan(
         title=title,
         model=str(model_dir),

@@ -19,6 +19,10 @@ NO_QLORA = {
     "fsdp": "fully_shard cuts weights along their rows, 4-bit ones have none: --engine plain, or deepspeed --zero 2",
     "megatron": "megatron-core has no 4-bit layers: --engine plain, or deepspeed --zero 2",
 }
+NO_ROWS = {
+    "megatron": "the megatron engine trains no single rows of its embedding, which is cut over the ranks: "
+    "--engine plain, fsdp or deepspeed",
+}
 NO_DORA = "the megatron engine has no DoRA (a rank holds only a part of each weight): --engine plain, fsdp or deepspeed"
 
 
@@ -280,10 +284,8 @@ class RunSpec(Spec):
             raise ValueError("--lora-alpha and --lora-targets need --lora-rank")
         if self.lora_rank is None and (self.lora_rslora or self.lora_dora or self.qlora):
             raise ValueError("--lora-rslora, --lora-dora and --qlora need --lora-rank")
-        if self.lora_rank is not None and self.add_tokens:
-            raise ValueError(
-                "--add-tokens trains rows of the embedding, which an adapter does not hold: without --lora-rank"
-            )
+        if self.lora_rank is not None and self.add_tokens and (reason := NO_ROWS.get(self.engine)):
+            raise ValueError(f"--add-tokens with --lora-rank: {reason}")
         if self.qlora and (reason := NO_QLORA.get(self.engine)):
             raise ValueError(f"--qlora: {reason}")
         if self.lora_dora and self.engine == "megatron":

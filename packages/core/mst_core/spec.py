@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
@@ -132,7 +133,7 @@ def _read_flags(
         metavar = options.get("metavar")
         if metavar:
             options["metavar"] = _metavar(metavar)
-        options["help"] = (options.get("help") or "").replace(" (default: None)", "").replace(" (default: False)", "")
+        options["help"] = re.sub(r" \(default: (None|False|\(\))\)", "", options.get("help") or "")
         return group.add_argument(*names, **options)
 
     source: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(

@@ -1,4 +1,5 @@
-"""--add-tokens, as far as files tell: which are asked for, and whether the tokenizer has them. Pure, no torch."""
+"""--add-tokens, as far as files tell: which are asked for, whether the tokenizer has them, and what has a row for each
+token. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_core import tensors
+from mst_core import families, manifest, tensors
 from mst_core.errors import InputError, SettingsError
 
 
@@ -30,6 +31,25 @@ def asked(given: Sequence[str]) -> list[str]:
         if token in found[: number - 1]:
             raise SettingsError(f"--add-tokens: {token!r} is given twice")
     return found
+
+
+def tables(model: families.Model) -> list[str]:
+    """The Hugging Face tensors with a row for each token: the embedding, and a head that is not tied to it."""
+    ends = ("word_embeddings.weight", "output_layer.weight")
+    return [task.hf[0].name for task in families.tasks(model) if task.native.endswith(ends)]
+
+
+def by_vocab(model: families.Model) -> set[str]:
+    """``tables``, and the copies of them that a directory may hold."""
+    names = set(tables(model))
+    return names | {copy for copy, original in model.duplicates().items() if original in names}
+
+
+def added(model_dir: Path) -> tuple[list[str], list[int]]:
+    """The tokens that a directory was grown by (engine/grow.py), and their numbers."""
+    made = manifest.read(model_dir)
+    tokens, first = made.made_by.settings["add_tokens"] if made.made_by else [], int(made.notes.get("first", 0))
+    return tokens, list(range(first, first + len(tokens)))
 
 
 def check(tokens: Sequence[str], hf: Path) -> None:

@@ -18,7 +18,7 @@ from mst_convert.merge.spec import MergeSpec
 from mst_convert.merge.tying import embedding_of, settle, untied
 from mst_convert.plan import SLACK
 from mst_convert.sources import Source
-from mst_core import checkpoint, console, hub, lineage, manifest, torch_dist
+from mst_core import checkpoint, console, hub, lineage, manifest, torch_dist, vocabulary
 from mst_core.errors import InputError, many
 from mst_core.families import Model
 from mst_core.manifest import Manifest
@@ -75,6 +75,10 @@ class MergePlan(Plan):
     model: Model = Field(exclude=True, repr=False)
     """The model that comes out: the base's, or that untied."""
     targets: list[Wanted] = Field(exclude=True, repr=False)
+    brings: Path | None = Field(exclude=True, repr=False)
+    """The adapter that has new tokens (mst-train --add-tokens): its tokenizer and its rows belong to the model."""
+    grows: set[str] = Field(exclude=True, repr=False)
+    """Tensors that get rows for them."""
     new_head: str | None = Field(exclude=True, repr=False)
     """The embedding that an untied head is made of and written after, where the base ships no head."""
     native: Layout | None = Field(exclude=True, repr=False)
@@ -97,6 +101,7 @@ class MergePlan(Plan):
             *([("rank", _several(self.ranks)), ("scale", _several(self.scales))] if self.ranks else []),
             ("dtype", f"{self.dtype}; the delta in float32, one rounding"),
             ("bytes", console.size(self.bytes_out)),
+            *([("tokens", f"{self.model.dims.vocab} rows, tokenizer of {self.brings.name}")] if self.brings else []),
             *([("head", "untied: tie_word_embeddings becomes false")] if self.untie else []),
         ]
 
@@ -115,7 +120,9 @@ def plan(spec: MergeSpec) -> MergePlan:
             check_base(made, directory, job.parent, source)
     loras = [peft.read(directory) for directory in directories]
     check_several(loras, spec.factors)
-    model, targets, new_head = _outcome(job, untie=spec.untie)
+    brings = next((lora for lora, made in zip(loras, manifests, strict=True) if _brings(lora, made)), None)
+    rows = _rows(brings) if brings else 0
+    model, targets, new_head = _outcome(job, rows, untie=spec.untie)
     matched = match_all(loras, spec.factors, targets, job.model, untie=spec.untie)
     matched.spread(model, targets)
     size = sum(map(wanted_bytes, targets))
@@ -143,6 +150,8 @@ def plan(spec: MergeSpec) -> MergePlan:
         job=job,
         model=model,
         targets=targets,
+        brings=brings.directory if brings else None,
+        grows=vocabulary.by_vocab(job.model) if rows > job.model.dims.vocab else set(),
         new_head=new_head,
         native=Layout(job, model, targets) if spec.to == "megatron" else None,
         loras=loras,
@@ -150,15 +159,30 @@ def plan(spec: MergeSpec) -> MergePlan:
     )
 
 
-def _outcome(job: Source, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:
-    """The model to write, its tensors, and the embedding that a new head follows."""
-    targets = wanted(job)
+def _brings(lora: Adapter, made: Manifest | None) -> bool:
+    return made is not None and lineage.grown_from(made, lineage.ancestors(lora.directory)) is not None
+
+
+def _rows(lora: Adapter) -> int:
+    """How many rows the vocabulary needs for the adapter's tokens."""
+    return 1 + max(int(row) for rows in lora.config["trainable_token_indices"].values() for row in rows)
+
+
+def _outcome(job: Source, rows: int, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:
+    """The model to write, with ``rows`` of the vocabulary at least, its tensors, and the embedding that a new head
+    follows."""
+    targets, model, config = wanted(job), job.model, job.config
+    if rows > model.dims.vocab:
+        longer = vocabulary.by_vocab(model)
+        targets = [(name, dtype, (rows, *shape[1:]) if name in longer else shape) for name, dtype, shape in targets]
+        config = {**config, "vocab_size": rows}
+        model = job.family.model(config, job.hf_dir / "config.json", names=[name for name, _, _ in targets])
     if not untie:
-        return job.model, targets, None
+        return model, targets, None
     if not job.model.tied:
         raise InputError("--untie: its head is not tied", where=job.directory, hint="leave --untie out")
     names = [name for name, _, _ in targets]
-    model = job.family.model(untied(job.config), job.hf_dir / "config.json", names=names)
+    model = job.family.model(untied(config), job.hf_dir / "config.json", names=names)
     if LM_HEAD in names:
         return model, targets, None
     place = names.index(embedding_of(names))

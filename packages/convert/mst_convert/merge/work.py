@@ -163,6 +163,9 @@ def _sources(plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
         for known, ref in plan.matched.copies:
             if known == name:
                 check_copy(tensor, ref)
+        if name in plan.grows:  # the adapter has each of these rows
+            more = plan.model.dims.vocab - len(tensor)
+            tensor = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
         yield name, tensor
         if name == plan.new_head:
             yield LM_HEAD, tensor
@@ -187,16 +190,20 @@ def _carried(spec: MergeSpec, plan: MergePlan) -> dict[str, Path | bytes]:
     job = plan.job
     carried = carried_files(job, written_dtype(job) if job.layout != "hf" else None)
     kept: dict[str, Path | bytes] = {name: source for name, source in carried.items() if name not in TOKENIZER_FILES}
-    if plan.untie:
-        config = untied(_config(plan, kept))
+    if plan.untie or plan.grows:
+        config = _config(plan, kept)
+        config = untied(config) if plan.untie else config
+        config |= {"vocab_size": plan.model.dims.vocab} if plan.grows else {}
         kept["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    chosen, differing = sidecar.tokenizer_files(job.hf_dir, [lora.directory for lora in plan.loras], spec.tokenizer)
+    adapters = [plan.brings] if plan.brings else [lora.directory for lora in plan.loras]
+    choice = spec.tokenizer or ("adapter" if plan.brings else None)
+    chosen, differing = sidecar.tokenizer_files(job.hf_dir, adapters, choice)
     if differing:
         console.warn(
             f"the base's tokenizer is taken; the adapter's differs in {', '.join(differing)}"
             " (--tokenizer adapter takes that one)"
         )
-    elif chosen and next(iter(chosen.values())).parent != job.hf_dir and spec.tokenizer is None:
+    elif chosen and next(iter(chosen.values())).parent != job.hf_dir and choice is None:
         console.warn("the base has no tokenizer: the adapter's is taken")
     return kept | chosen
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mst_core.engine import ranks, state_files
 from mst_core.engine.hf import HFEngine
-from mst_core.engine.seam import Batch, Create, create
+from mst_core.engine.seam import Create, create
 from mst_core.errors import RunError
 from mst_core.runspec import RunSpec
 
@@ -40,12 +40,6 @@ class FsdpEngine(HFEngine):
         _check_sharded(self.model)
         self.model.to(self.device)  # buffers
         self.optimizer = self._adamw()
-
-    def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """logp_BT, fp32 on the CPU. Every rank scores as many batches."""
-        logp_BT = super().score(batch, reference=reference)
-        self.model.reshard()  # the root's own parameters wait for a backward pass
-        return logp_BT
 
     def agree(self, value: int) -> int:
         """The largest of all ranks'."""
@@ -81,6 +75,15 @@ class FsdpEngine(HFEngine):
     def close(self) -> None:
         """Leave the world."""
         ranks.leave()
+
+    def _logits(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Every rank makes as many."""
+        logits_BTV = super()._logits(tokens_BT, positions_BT)
+        if not torch.is_grad_enabled():
+            # The root's own parameters wait whole for a backward pass; PEFT would turn those on again after a
+            # reference's pass, and not the parts that are trained.
+            self.model.reshard()
+        return logits_BTV
 
     def _sum(self, values: dict[str, float]) -> dict[str, float]:
         return ranks.summed(values, self.device)

@@ -54,9 +54,7 @@ def _grow(staging: Staging, model_dir: Path, base: manifest.Manifest, tokens: Se
     config, stored = tensors.config(model_dir), tensors.headers(model_dir)
     family = families.family_for(config, model_dir)
     model = family.model(config, model_dir, names=stored)
-    ends = ("word_embeddings.weight", "output_layer.weight")
-    names = [task.hf[0].name for task in families.tasks(model) if task.native.endswith(ends)]
-    by_vocab = {*names, *(copy for copy, original in model.duplicates().items() if original in names)}
+    by_vocab = vocabulary.by_vocab(model)
     old, new = _tokenizer(staging, model_dir, tokens)
     if config.get("vocab_size") != model.dims.vocab or old > model.dims.vocab:
         what = f"its tokenizer has {old} tokens, its vocab_size is {config.get('vocab_size')}: no rows for new ones"

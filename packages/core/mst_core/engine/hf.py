@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from mst_core import devices, runplan, tensors
+from mst_core import devices, runplan, tensors, vocabulary
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.engine import lora, quantised, scalar
 from mst_core.engine.batches import positions
@@ -106,7 +106,8 @@ class HFEngine:
         blocks = set(model._no_split_modules or ())
         if spec.lora_rank is not None:
             self.sites = runplan.check_lora(self.known, spec)
-            model = lora.wrap(model, spec, self.known, self.sites)
+            self.rows = lora.token_rows(self.known, vocabulary.added(model_dir)[1]) if spec.add_tokens else None
+            model = lora.wrap(model, spec, self.known, self.sites, self.rows)
         else:
             self.units = units(model_dir, self.stored, model)
         self.model: Any = model.eval()  # dropout is off everywhere
@@ -174,7 +175,9 @@ class HFEngine:
         if self.spec.lora_rank is not None:
             held = {lora.peft_name(name): self._whole(p) for name, p in self.trained}
             if staging is not None:
-                lora.save_adapter(staging, held, lora.config_of(self.spec, self.known, self.sites))
+                lora.save_adapter(staging, held, lora.config_of(self.spec, self.known, self.sites, self.rows))
+                if self.rows:
+                    self._copy(staging, TOKENIZER_FILES)
             return
         state = self.model.state_dict(keep_vars=True)
         refs = [ref for unit in self.units for ref in unit.refs]
@@ -188,9 +191,12 @@ class HFEngine:
                 writer.put(ref.name, tensor.to("cpu", tensors.torch_dtype(ref.dtype)).contiguous())
         if staging is not None and writer is not None:
             writer.finish()
-            for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
-                if (self.model_dir / name).is_file():
-                    staging.copy(self.model_dir / name, name)
+            self._copy(staging, ("config.json", "generation_config.json", *TOKENIZER_FILES))
+
+    def _copy(self, staging: Staging, names: Sequence[str]) -> None:
+        for name in names:
+            if (self.model_dir / name).is_file():
+                staging.copy(self.model_dir / name, name)
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mst_core import lora_sites
+from mst_core import lora_sites, vocabulary
 from mst_core.errors import MissingPackage, MstError
 from mst_core.families.rules import Model
 from mst_core.lora_sites import Site
@@ -73,12 +73,24 @@ def adapter_config(
     }
 
 
-def config_of(spec: RunSpec, model: Model, sites: Sequence[Site]) -> dict[str, Any]:
-    """adapter_config.json of a run."""
+def config_of(
+    spec: RunSpec, model: Model, sites: Sequence[Site], rows: Mapping[str, list[int]] | None = None
+) -> dict[str, Any]:
+    """adapter_config.json of a run. ``rows``: see token_rows."""
     modules, parameters = lora_sites.peft_targets(model, sites)
     more = {"target_parameters": parameters, "peft_version": EXPERTS_SINCE} if parameters else {}
     rank, variants = spec.lora_rank or 1, {"rslora": spec.lora_rslora, "dora": spec.lora_dora}
-    return adapter_config(rank, spec.alpha, modules, **variants) | more
+    return (
+        adapter_config(rank, spec.alpha, modules, **variants)
+        | more
+        | ({"trainable_token_indices": rows} if rows else {})
+    )
+
+
+def token_rows(model: Model, numbers: Sequence[int]) -> dict[str, list[int]]:
+    """PEFT's trainable_token_indices for new tokens: their rows of the embedding and of a head of its own are trained
+    and saved whole, the others stay. PEFT ties those of a tied head by itself."""
+    return {name.split(".")[-2]: list(numbers) for name in vocabulary.tables(model)}
 
 
 def file_name(site: Site, letter: str, sites: Sequence[Site]) -> str:
@@ -89,7 +101,9 @@ def file_name(site: Site, letter: str, sites: Sequence[Site]) -> str:
 
 def peft_name(name: str) -> str:
     """What PEFT calls a parameter of its model in its file."""
-    return name.replace(".default.weight", "") if "magnitude" in name else name.replace(".default.", ".")
+    if "magnitude" in name:
+        return name.replace(".default.weight", "")
+    return name.replace(".default.", ".").removesuffix(".default")
 
 
 def save_adapter(staging: Staging, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -108,8 +122,14 @@ def save_adapter(staging: Staging, tensors: Mapping[str, Tensor], config: Mappin
     staging.write("adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def wrap(model: torch.nn.Module, spec: RunSpec, known: Model, sites: Sequence[Site]) -> torch.nn.Module:
-    """A transformers model with a PEFT adapter on ``sites``, fp32, started as lora_init says."""
+def wrap(
+    model: torch.nn.Module,
+    spec: RunSpec,
+    known: Model,
+    sites: Sequence[Site],
+    rows: Mapping[str, list[int]] | None = None,
+) -> torch.nn.Module:
+    """A transformers model with a PEFT adapter on ``sites``, fp32, started as lora_init says, and ``rows`` trained."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -125,6 +145,7 @@ def wrap(model: torch.nn.Module, spec: RunSpec, known: Model, sites: Sequence[Si
         task_type="CAUSAL_LM",
         use_rslora=spec.lora_rslora,
         use_dora=spec.lora_dora,
+        trainable_token_indices=dict(rows) if rows else None,
     )
     wrapped: torch.nn.Module = get_peft_model(model, config)
     adapted: dict[str, Any] = {}

@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, cluster, console, deepspeed_json, files, lora_sites, manifest, remote, runplan
+from mst_core import (
+    checkpoint,
+    cluster,
+    console,
+    deepspeed_json,
+    files,
+    lora_sites,
+    manifest,
+    remote,
+    runplan,
+    vocabulary,
+)
 from mst_core.checkpoint import Staging
 from mst_core.data.order import Order
 from mst_core.data.sources import Source, paths
@@ -187,6 +198,8 @@ def _settings(job: Job, steps: int) -> dict[str, Any]:
     if spec.lora_rank is not None:
         found |= {"lora_rank": spec.lora_rank, "lora_alpha": spec.alpha, "lora_targets": _targets(job)}
         found |= {name: value for name in LORA[3:] if (value := getattr(spec, name))}
+        if spec.add_tokens:  # whose rows the adapter has: it needs no more of the grown base than mst-merge can make
+            found["add_tokens"] = vocabulary.added(job.model_dir)[0]
     return found
 
 
