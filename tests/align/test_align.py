@@ -55,6 +55,21 @@ def test_it_starts_at_ln_2_and_learns_to_prefer(
     assert made.parents[0].weights == manifest.identify(model).digests.weights
 
 
+def test_what_the_rows_are_is_said_and_noted(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*data.read_text().splitlines(), '{"prompt": "Is number 0 odd?", "chosen": "no", "rejected": "yes"}']
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*rows, rows[1].replace("}", ', "margin": 2}')]))
+    align(tiny_hf("llama"), path, tmp_path / "out", steps=1)
+    said = capsys.readouterr().err
+    assert f"1 copies of earlier ones, which are kept: {path}:11 (of {path}:2)" in said
+    assert "1 training rows have a margin, which --method dpo does not read" in said
+    noted = manifest.read(tmp_path / "out").notes["preferences"]
+    assert noted["contradictions"] == {"count": 1, "first": [f"{path}:10 (of {path}:1)"]}
+    assert (noted["copies"]["count"], noted["equal_answers"]["count"], noted["margins"]) == (1, 0, 1)
+
+
 def test_the_same_run_has_the_same_id(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     model = tiny_hf("qwen2")
     found = [align(model, data, tmp_path / name, lora_rank=4, steps=2)["id"] for name in ("one", "two")]
