@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -191,8 +192,9 @@ def test_a_run_writes_its_metrics_and_its_plot(model: Path, tmp_path: Path) -> N
             assert image.size[0] > 300
         attached = set(staging._attachments)
     # Logged: every third step, each evaluation, the last.
-    assert [row["step"] for row in rows] == [1, 2, 4, 5]
-    assert [row["step"] for row in rows if "eval/loss" in row] == [2, 4, 5]
+    assert [row["step"] for row in rows] == [0, 1, 2, 4, 5]
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4, 5]
+    assert (rows[0]["eval/loss"], rows[0]["eval/rewards/accuracy"]) == (pytest.approx(math.log(2), abs=1e-6), 0.0)
     assert {"loss", "lr", "grad_norm", "tokens_per_s", "rewards/margin", "eval/rewards/accuracy"} <= rows[-1].keys()
     assert rows[-1]["eval/loss"] == done.evaluation["loss"]
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 4, 5]

@@ -28,12 +28,13 @@ AWAY = ".checkpoints.partial"
 
 @dataclass
 class Fit:
-    """What a run did: steps, tokens learnt, first and last values, the last evaluation."""
+    """What a run did: steps, tokens learnt, first and last values, the evaluation before it and the last one."""
 
     steps: int
     tokens: int = 0
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
 
 

@@ -27,7 +27,7 @@ class Metrics:
         --report-to names gets them too."""
         self._staging = staging
         self._reports: list[reports.Report] = []
-        self._told = 0.0
+        self._told = -1.0
         """The last step that the reports of a resumed run have: nothing is taken back from them, nothing sent twice."""
         self._board: Any = None
         if staging is not None:
@@ -36,7 +36,7 @@ class Metrics:
             path = staging.path / LINES
             before = _rows(path) if start and path.is_file() else []
             kept = [row for row in before if row["step"] <= start]
-            self._told = max((row["step"] for row in before), default=0.0)
+            self._told = max((row["step"] for row in before), default=-1.0)
             self._file = path.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(row) + "\n" for row in kept)
             self._board = SummaryWriter(str(staging.path / "tensorboard"), purge_step=start + 1 if start else None)
@@ -44,7 +44,7 @@ class Metrics:
                 self._reports = reports.start(spec, staging.path / REPORTS, resumed=start > 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The values after a step (counted from 1)."""
+        """The values after a step (counted from 1; 0: before the first)."""
         if self._staging is None:
             return
         row = {"step": step, **values}
