@@ -20,7 +20,7 @@ from mst_core.checkpoint import Staging, partial
 from mst_core.errors import InputError, MstError
 
 FOLDER, STATE, RUN = "checkpoints", "state", "run.json"
-HISTORY = ("metrics.jsonl", "reports.json", "loss.png", "tensorboard/")
+HISTORY = ("metrics.jsonl", "reports.json", "loss.png", "rewards.png", "tensorboard/")
 """What a run tells of itself, which stays with it when it goes on."""
 AWAY = ".checkpoints.partial"
 """What OUT.partial/checkpoints is called beside OUT while OUT is committed."""
