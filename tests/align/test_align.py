@@ -32,7 +32,7 @@ def align(model: Path, data: Path, out: Path, **settings: Any) -> dict[str, Any]
 
 @pytest.mark.parametrize("lora", [None, 4])
 def test_it_starts_at_ln_2_and_learns_to_prefer(
-    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, lora: int | None
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, lora: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_hf("llama")
     rate = 1e-3 if lora is None else 1e-2
@@ -44,6 +44,11 @@ def test_it_starts_at_ln_2_and_learns_to_prefer(
     assert done["eval/rewards/accuracy"] == 1.0
     assert done["eval/rewards/margin"] > 0.5
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    start, *rows = rows
+    assert set(start) == {"step", *(name for name in rows[-1] if name.startswith("eval/"))}
+    assert start["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    said = capsys.readouterr().err
+    check_table(said[said.rindex("evaluation rows") :].splitlines()[4:], manifest.read(tmp_path / "out").notes)
     for row in rows:
         assert row["rewards/margin"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
         assert 0 <= row["rewards/accuracy"] <= 1
@@ -53,6 +58,34 @@ def test_it_starts_at_ln_2_and_learns_to_prefer(
     assert [parent.role for parent in made.parents] == ["base", "data"]
     assert made.parents[0].id == manifest.identify(model).id
     assert made.parents[0].weights == manifest.identify(model).digests.weights
+
+
+def check_table(lines: list[str], notes: dict[str, Any]) -> None:
+    """What is shown is what the notes have: the start, the end and the difference of each measure."""
+    before, after = notes["evaluation_before"], notes["evaluation"]
+    shown = {name: tuple(map(float, values)) for name, *values in map(str.split, filter(str.strip, lines))}
+    assert shown.keys() == after.keys() - {"dpo"}  # which is the loss
+    for name, (first, last, change) in shown.items():
+        assert (first, last) == pytest.approx((before[name], after[name]), abs=6e-5), name
+        assert change == pytest.approx(last - first, abs=2e-4), name
+    # Before the first step every margin is 0, which is no win; the share of likelier chosen answers says more.
+    assert shown["rewards/accuracy"][0] == 0.0
+    assert shown["logps/accuracy"] == (pytest.approx(8 / 9, abs=1e-4), 1.0, pytest.approx(1 / 9, abs=1e-4))
+
+
+def test_what_the_rows_are_is_said_and_noted(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*data.read_text().splitlines(), '{"prompt": "Is number 0 odd?", "chosen": "no", "rejected": "yes"}']
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*rows, rows[1].replace("}", ', "margin": 2}')]))
+    align(tiny_hf("llama"), path, tmp_path / "out", steps=1)
+    said = capsys.readouterr().err
+    assert f"1 copies of earlier ones, which are kept: {path}:11 (of {path}:2)" in said
+    assert "1 training rows have a margin, which --method dpo does not read" in said
+    noted = manifest.read(tmp_path / "out").notes["preferences"]
+    assert noted["contradictions"] == {"count": 1, "first": [f"{path}:10 (of {path}:1)"]}
+    assert (noted["copies"]["count"], noted["equal_answers"]["count"], noted["margins"]) == (1, 0, 1)
 
 
 def test_the_same_run_has_the_same_id(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:

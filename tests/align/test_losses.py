@@ -40,7 +40,22 @@ def test_a_pair_by_hand() -> None:
     assert found["rewards/chosen"] == pytest.approx(0.2)
     assert found["rewards/rejected"] == pytest.approx(-0.4)
     assert found["rewards/margin"] == pytest.approx(0.6)
-    assert found["rewards/accuracy"] == 1.0
+    assert found["rewards/accuracy"] == found["logps/accuracy"] == 1.0
+
+
+def test_likelier_by_the_policy_alone() -> None:
+    """Sums -3 and -8 whatever the reference; means of a token -3 and -8 / 3 where a loss goes by length."""
+    logp_BT, masks = (
+        torch.tensor([[0.0, -3.0, 0.0, 0.0], [0.0, -4.0, -3.0, -1.0]]),
+        [[0.0, 1.0, 0.0, 0.0], [0.0, *[1.0] * 3]],
+    )
+    batch = Batch(
+        torch.zeros((2, 4), dtype=torch.int64), torch.tensor(masks), torch.tensor([2, 4]),
+        {"ref_logp_B": torch.tensor([0.0, -9.0])},
+    )  # fmt: skip
+    found = {loss: means(dpo(logp_BT, batch, 0.1, loss=loss)) for loss in ("sigmoid", "sigmoid-norm")}
+    assert [found[loss]["logps/accuracy"] for loss in found] == [1.0, 0.0]
+    assert found["sigmoid"]["rewards/accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(("beta", "loss"), [(0.1, 0.437488), (0.5, 0.0485874), (1.0, 0.00247569)])

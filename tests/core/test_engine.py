@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from mst_align.methods import choose
 from mst_align.pairs import objective as of_pairs
 from mst_core.checkpoint import stage
 from mst_core.data.render import Sample
-from mst_core.engine import loop, lora, schedule
+from mst_core.engine import loop, lora, metrics, schedule
 from mst_core.engine.plain import PlainEngine
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.errors import Stopped
@@ -186,19 +187,46 @@ def test_a_run_writes_its_metrics_and_its_plot(model: Path, tmp_path: Path) -> N
         )
         rows = [json.loads(line) for line in (staging.path / "metrics.jsonl").read_text().splitlines()]
         board = EventAccumulator(str(staging.path / "tensorboard")).Reload()
-        with Image.open(staging.path / "loss.png") as image:
-            image.load()
-            assert image.size[0] > 300
+        for name, panels in (("loss.png", 1), ("rewards.png", 3)):
+            with Image.open(staging.path / name) as image:
+                image.load()
+                assert image.size == (840, pytest.approx(120 * (0.6 + 2.6 * panels), abs=2))
         attached = set(staging._attachments)
     # Logged: every third step, each evaluation, the last.
-    assert [row["step"] for row in rows] == [1, 2, 4, 5]
-    assert [row["step"] for row in rows if "eval/loss" in row] == [2, 4, 5]
+    assert [row["step"] for row in rows] == [0, 1, 2, 4, 5]
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4, 5]
+    assert (rows[0]["eval/loss"], rows[0]["eval/rewards/accuracy"]) == (pytest.approx(math.log(2), abs=1e-6), 0.0)
     assert {"loss", "lr", "grad_norm", "tokens_per_s", "rewards/margin", "eval/rewards/accuracy"} <= rows[-1].keys()
     assert rows[-1]["eval/loss"] == done.evaluation["loss"]
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 4, 5]
     assert board.Scalars("loss")[-1].value == pytest.approx(rows[-1]["loss"])
-    assert {"metrics.jsonl", "loss.png"} < attached
+    assert {"metrics.jsonl", "loss.png", "rewards.png"} < attached
     assert any(name.startswith("tensorboard/") for name in attached)
+
+
+def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of KTO rewards and divergence alone: 240 steps under means of four, and the evaluations as they are."""
+    from matplotlib import pyplot
+
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    rows = [{"step": step, "loss": 1.0, "rewards/chosen": step % 4, "kl": 0.0} for step in range(1, 241)]
+    metrics.draw(
+        [{"step": 0, "eval/rewards/rejected": -1.0}, *rows, {"step": 240, "eval/rewards/rejected": -2.0}], tmp_path
+    )
+    loss, rewards = kept
+    assert [axis.get_ylabel() for axis in loss.axes + rewards.axes] == ["loss", "reward", "KL (z)"]
+    raw, mean, measured = rewards.axes[0].lines
+    assert list(raw.get_ydata()) == [row["rewards/chosen"] for row in rows]
+    assert list(mean.get_ydata()) == pytest.approx([1, 1.5, 2, *[1.5] * 237])
+    assert (list(measured.get_xdata()), list(measured.get_ydata())) == ([0, 240], [-1, -2])
+    assert measured.get_color() != raw.get_color() == mean.get_color()
+    monkeypatch.undo()
+    for figure in kept:
+        pyplot.close(figure)
+    (tmp_path / "sft").mkdir()
+    metrics.draw([{"step": 1, "loss": 1.0}], tmp_path / "sft")
+    assert [path.name for path in (tmp_path / "sft").iterdir()] == ["loss.png"]
 
 
 def test_an_evaluation_is_one_mean_over_all_its_rows(model: Path) -> None:

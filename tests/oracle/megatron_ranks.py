@@ -10,6 +10,7 @@ through the same ``play`` in the test's own process.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -43,9 +44,12 @@ def nan_gradient(logp_BT: Tensor, batch: Batch) -> dict[str, Term]:
 OBJECTIVES = {
     "sft": SFT,
     "dpo": of_pairs(choose("dpo", {"beta": 0.1})),
+    "ipo": of_pairs(choose("dpo", {"loss": "ipo", "beta": 0.25})),
     "rm": of_rewards(choose("rm", {"center_rewards_coefficient": 0.01})),
     "nan": Objective("nan", nan_gradient),
 }
+FIRST = {"dpo": math.log(2), "ipo": 4.0}
+"""The loss of a first step, the policy being the reference: of IPO 1 / (4 beta^2)."""
 
 
 def batches(seed: int, rows: int, micro: int, vocab: int, longest: int = 23, prompts: bool = True) -> list[Batch]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -51,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recompute": {"objective": "sft", "micro": 2, "more": {"recompute": "full"}, "resume": True},
     "dpo": {"objective": "dpo", "micro": 2},
     "rm": {"objective": "rm", "micro": 2, "save": True, "resume": True},
+    "ipo": {"objective": "ipo", "micro": 2, "steps": 1},
     "lora": {"objective": "dpo", "micro": 2, "more": LORA, "save": True, "resume": True},
     "dora": {"objective": "sft", "micro": 2, "more": {**LORA, "lora_dora": True, "lora_rslora": True}, "save": True},
     "rows": {"objective": "dpo", "micro": 2, "more": ROWS, "save": True, "resume": True},
@@ -66,7 +66,7 @@ QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
     "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
     "zero2/qlora", "zero3/moe-lora", "zero3/rows", "zero2/rows-tied",
-    "zero3/sft-1", "zero3/moe", "zero3/rm",
+    "zero3/sft-1", "zero3/moe", "zero3/rm", "zero3/ipo",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
 NOT = {"zero0": ("bf16", "bf16-lora"), "fsdp": ("qlora",), "zero3": ("qlora",), "zero3-offload": ("qlora",)}
@@ -88,7 +88,14 @@ def case_of(name: str, model: Path, where: Path) -> dict[str, Any]:
     places = {key: str(where / f"{key}-{flat}") for key in ("save", "resume") if kind.get(key)}
     settings = {**engine, "micro_batch": kind["micro"] // rows, **kind.get("more", {})}
     told = {"engine": engine["engine"], "model": str(model), "vocab": VOCAB, "objective": kind["objective"]}
-    return {**told, "steps": 5, "rows": rows, "settings": settings, "refuse": kind.get("refuse"), **places}
+    return {
+        **told,
+        "steps": kind.get("steps", 5),
+        "rows": rows,
+        "settings": settings,
+        "refuse": kind.get("refuse"),
+        **places,
+    }
 
 
 class Ran:
@@ -197,9 +204,15 @@ def test_bf16_is_near_the_plain_engines(ran: Ran, plain: Any, name: str) -> None
     assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", cases("dpo", "lora", "rows", "bf16-lora"))
-def test_the_first_dpo_loss_is_ln_2(ran: Ran, name: str) -> None:
-    assert abs(ran(name)["steps"][0]["loss"] - math.log(2)) <= 1e-6
+@pytest.mark.parametrize("name", cases("dpo", "ipo", "lora", "rows", "bf16-lora"))
+def test_the_first_loss_of_pairs_is_known(ran: Ran, name: str) -> None:
+    """ln 2, of IPO 1 / (4 beta^2): the policy is the reference."""
+    assert ran(name)["steps"][0]["loss"] == pytest.approx(contract.FIRST[ran.case(name)["objective"]], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", cases("ipo"))
+def test_the_first_gradient_of_ipo_is_the_plain_engines(ran: Ran, plain: Any, name: str) -> None:
+    assert ran(name)["steps"][0]["grad_norm"] == pytest.approx(plain(name)[1]["steps"][0]["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", cases("lora", "dora", "rows", "rows-tied", "moe-lora", "bf16-lora"))

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {"world": 4, "settings": {"pp": 4}},
 }
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
-ROWS = {"sft": 1, "dpo": 2}
+ROWS = {"sft": 1, "dpo": 2, "ipo": 2}
 
 
 def case(model: str, layout: str, objective: str, micro: int = 2, steps: int = 5, **more: Any) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def case(model: str, layout: str, objective: str, micro: int = 2, steps: int = 5
 
 def cases() -> dict[str, dict[str, Any]]:
     found = {f"{o}/{name}": case("llama", name, o) for o in ("sft", "dpo") for name in LAYOUTS}
+    found |= {f"ipo/{name}": case("llama", name, "ipo", steps=1) for name in ("tp2", "pp2", "tp2-pp2")}
     for family, layout in (("qwen2", "pp2"), ("qwen2", "tp2-sp"), ("qwen3", "tp2-sp"), ("qwen3", "tp2-pp2"),
                            ("mistral", "pp2"), ("mistral", "tp2-sp")):  # fmt: skip
         found[f"{family}/{layout}"] = case(family, layout, "sft")
@@ -183,11 +184,16 @@ def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name
     assert (found["after"] - found["before"]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", named("dpo", "lora", "bf16-lora"))
-def test_the_first_dpo_loss_is_ln_2(ran: dict[str, Any], name: str) -> None:
-    if CASES[name]["objective"] != "dpo":
-        pytest.skip("sft")
-    assert abs(found_of(ran, name)["steps"][0]["loss"] - math.log(2)) <= 1e-6
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["objective"] in ranks.FIRST])
+def test_the_first_loss_of_pairs_is_known(ran: dict[str, Any], name: str) -> None:
+    """ln 2, of IPO 1 / (4 beta^2): the policy is the reference, on every layout."""
+    assert found_of(ran, name)["steps"][0]["loss"] == pytest.approx(ranks.FIRST[CASES[name]["objective"]], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", named("ipo"))
+def test_the_first_gradient_of_ipo_is_the_plain_engines(ran: dict[str, Any], plain: Any, name: str) -> None:
+    found, wanted = found_of(ran, name)["steps"][0], plain(name)[1]["steps"][0]
+    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])

@@ -101,6 +101,7 @@ EQUAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "vp2-ep2": ("mixed", 4, {"pp": 2, "vp": 2, "ep": 2}),
     "cp2": ("llama", 2, {"cp": 2}),
     "cp2-dpo": ("llama", 2, {"cp": 2, "micro_batch": 1}),
+    "cp2-ipo": ("llama", 2, {"cp": 2, "micro_batch": 1}),
     "tp2-rm": ("reward", 2, TP),
     "pp2-rm": ("reward", 2, {"pp": 2, **DIST}),
     "cp2-rm": ("reward", 2, {"cp": 2}),
@@ -187,7 +188,7 @@ COEFFICIENT = 0.05
 def cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, (base, world, settings) in {**EQUAL, **LORA, **SAVED, **UNTOUCHED, **BALANCED, **HALF, **OTHERS}.items():
-        objective = last if (last := name.split("-")[-1]) in ("dpo", "rm") else "sft"
+        objective = last if (last := name.rpartition("-")[2]) in ("rm", *ranks.FIRST) else "sft"
         if name in BALANCED:
             settings = {**settings, "moe_aux_loss_coeff": COEFFICIENT}
         found[name] = {
@@ -314,6 +315,12 @@ def test_five_steps_equal_the_plain_engine(ran: dict[str, Any], plain: Any, name
     found, wanted = found_of(ran, name), plain(name)
     assert found["steps"][0].keys() == wanted["steps"][0].keys()
     check_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in EQUAL if CASES[name]["objective"] in ranks.FIRST])
+def test_the_first_loss_of_pairs_is_known(ran: dict[str, Any], name: str) -> None:
+    first = found_of(ran, name)["steps"][0]["loss"]
+    assert first == pytest.approx(ranks.FIRST[CASES[name]["objective"]], rel=2e-6)
 
 
 @pytest.mark.parametrize("name", named(name for name in EQUAL if name.startswith("recompute")))

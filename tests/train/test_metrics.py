@@ -16,7 +16,7 @@ from tests.train import running
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from mst_core import checkpoint, families, flops, lora_sites, tensors
+from mst_core import checkpoint, families, flops, lora_sites, manifest, tensors
 from mst_core.engine import saves
 from mst_core.errors import MissingPackage, Stopped
 from mst_core.runspec import RunSpec
@@ -54,6 +54,30 @@ def test_a_run_that_goes_on_has_every_step_once(tiny_hf: Callable[..., Path], da
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
     assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_goes_on_keeps_what_was_measured_before_its_first_step(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_hf("llama"), data, tmp_path / "whole", eval_data=(data,))
+    whole = capsys.readouterr().err
+    stopped_and_resumed(tiny_hf("llama"), data, tmp_path / "out", eval_data=(data,))
+    assert table(capsys.readouterr().err) == table(whole) != []
+    rows, notes = [], []
+    for name in ("whole", "out"):
+        notes.append(manifest.read(tmp_path / name).notes)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows.append([{key: row.get(key) for key in ("step", "loss", "eval/loss")} for row in map(json.loads, lines)])
+    assert rows[0] == rows[1]
+    assert [(row["step"], row["eval/loss"] is not None) for row in rows[0]] == [
+        (0, True), *((step, False) for step in range(1, 6)), (6, True),
+    ]  # fmt: skip
+    for note in notes:
+        assert note["evaluation_before"]["loss"] == rows[0][0]["eval/loss"] > note["evaluation"]["loss"]
+
+
+def table(said: str) -> list[str]:
+    return said[said.rindex("evaluation rows") :].splitlines()[2:]
 
 
 def test_an_extended_run_has_the_steps_of_before(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:
@@ -169,13 +193,16 @@ def test_a_report_gets_what_the_file_gets(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
-    stopped_and_resumed(tiny_hf("llama"), data, tmp_path / "out", report_to=(name,))
+    stopped_and_resumed(tiny_hf("llama"), data, tmp_path / "out", report_to=(name,), eval_data=(data,))
     noted = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
     monkeypatch.delitem(sys.modules, name)
-    assert [kind for kind, _ in noted] == ["init", *["log"] * 5, "finish", "init", "log", "finish"]
+    assert [kind for kind, _ in noted] == ["init", *["log"] * 6, "finish", "init", "log", "finish"]
     first, again = [given for kind, given in noted if kind == "init"]
     assert {key: first.get(key) for key in ("id", "name")} == {key: again.get(key) for key in ("id", "name")}
     assert again["resume"] == "allow"
     rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    sent = [(given["step"], given["loss"]) for kind, given in noted if kind == "log"]
-    assert sent == [(row["step"], row["loss"]) for row in rows]
+    sent, written = (
+        [(one["step"], one.get("loss"), one.get("eval/loss")) for one in found]
+        for found in ([given for kind, given in noted if kind == "log"], rows)
+    )
+    assert sent == written

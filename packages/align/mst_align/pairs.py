@@ -150,6 +150,7 @@ def terms(logp_BT: Tensor, batch: Batch, chosen: Chosen, loss: PairLoss) -> dict
             found["sft"] = mean(nll_P / pairs.length_P2[:, 0], chosen.sft_weight)
     reward_P2 = chosen.beta * (pairs.mean_P2 if chosen.by_length else pairs.ratio_P2).detach()
     margin_P = reward_P2[:, 0] - reward_P2[:, 1]
+    likelier_P = (logp_P2 / pairs.length_P2 if chosen.by_length else logp_P2).diff(dim=1).squeeze(1).lt(0)
     return found | {
         "rewards/chosen": mean(reward_P2[:, 0]),
         "rewards/rejected": mean(reward_P2[:, 1]),
@@ -157,6 +158,7 @@ def terms(logp_BT: Tensor, batch: Batch, chosen: Chosen, loss: PairLoss) -> dict
         "rewards/accuracy": mean(margin_P.gt(0).to(margin_P.dtype)),
         "logps/chosen": mean(logp_P2[:, 0].detach()),
         "logps/rejected": mean(logp_P2[:, 1].detach()),
+        "logps/accuracy": mean(likelier_P.to(logp_P2.dtype)),
     }
 
 

@@ -21,6 +21,8 @@ from mst_core.spec import Result
 Rows = load.Loaded[Any]
 BALANCED = (1.0, 4 / 3)
 """KTO, arXiv 2402.01306, eq. 9: weight times number of the good answers, over that of the bad ones."""
+WITH_MARGINS: tuple[str, ...] = ("rm",)
+"""Methods that read the margins of pairs."""
 
 
 def work(spec: AlignSpec, plan: RunPlan) -> Result:
@@ -35,6 +37,8 @@ def work(spec: AlignSpec, plan: RunPlan) -> Result:
         loaded.report("training rows")
         if spec.eval_data:
             evaluated.report("evaluation rows")
+        if (margins := loaded.preferences["margins"]) and spec.method not in WITH_MARGINS:
+            console.say(f"{margins} training rows have a margin, which --method {spec.method} does not read")
         if spec.unpaired:
             weigh(spec.chosen, loaded.samples)
     done = launch.run("mst_align.work:rank", plan.engine, spec, plan, loaded, evaluated)
@@ -54,6 +58,7 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         eval_units=units(spec, evaluated),
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
+        notes={"preferences": loaded.preferences},
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )

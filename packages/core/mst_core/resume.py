@@ -20,7 +20,7 @@ from mst_core.checkpoint import Staging, partial
 from mst_core.errors import InputError, MstError
 
 FOLDER, STATE, RUN = "checkpoints", "state", "run.json"
-HISTORY = ("metrics.jsonl", "reports.json", "loss.png", "tensorboard/")
+HISTORY = ("metrics.jsonl", "reports.json", "loss.png", "rewards.png", "tensorboard/")
 """What a run tells of itself, which stays with it when it goes on."""
 AWAY = ".checkpoints.partial"
 """What OUT.partial/checkpoints is called beside OUT while OUT is committed."""
@@ -28,12 +28,13 @@ AWAY = ".checkpoints.partial"
 
 @dataclass
 class Fit:
-    """What a run did: steps, tokens learnt, first and last values, the last evaluation."""
+    """What a run did: steps, tokens learnt, first and last values, the evaluation before it and the last one."""
 
     steps: int
     tokens: int = 0
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
 
 

@@ -2,7 +2,7 @@
 
 .jsonl .ndjson   one JSON object a line; blank lines are no rows
 .json            an array of objects, or, where it does not begin with [, as .jsonl
-.csv             a header, then one row a record; an empty cell is an absent field, lists are JSON
+.csv             a header, then one row a record; an empty cell is an absent field, what is no text is JSON
 .parquet         one row a record; columns may be nested (needs pyarrow)
 .txt             one document, {"text": ...}
 """
@@ -25,8 +25,8 @@ _BOM = b"\xef\xbb\xbf"
 _CHUNK = 1 << 20
 _LARGEST = 1 << 28
 """Characters of the largest item of an array; one that does not end before is taken for broken."""
-LISTS = ("messages", "conversations", "history", "tools")
-"""Fields that are lists: a CSV cell holds them as JSON."""
+AS_JSON = ("messages", "conversations", "history", "tools", "label", "margin")
+"""Fields that are no text: a CSV cell holds them as JSON."""
 
 
 def lines(path: Path) -> Found:
@@ -130,7 +130,7 @@ def _record(path: Path, number: int, header: list[str], cells: list[str]) -> Row
     data: dict[str, Any] = {}
     for name, cell in zip(header, cells, strict=True):
         try:
-            data[name] = None if not cell else records.parse(cell) if name in LISTS else cell
+            data[name] = None if not cell else records.parse(cell) if name in AS_JSON else cell
         except ValueError as error:
             return bad(path, number, ",".join(cells), f"{name} {error}")
     return Row(str(path), number, data)

@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol
 from blake3 import blake3
 
 from mst_core import console
-from mst_core.data import pack, rows, shapes, store
+from mst_core.data import pack, preferences, rows, shapes, store
 from mst_core.data.clean import Cleaner, Rules
 from mst_core.data.documents import Documents
 from mst_core.data.order import Order
+from mst_core.data.preferences import Preferences
 from mst_core.data.records import BadLine, Row
 from mst_core.data.render import Renderer, Sample
 from mst_core.data.sources import Source
@@ -54,6 +55,8 @@ class Loaded[T]:
     """Rows that each rule of cleaning removed (``unicode``: repaired)."""
     removed: Path | None = None
     """The file of those removed."""
+    preferences: dict[str, Any] = field(default_factory=dict)
+    """Of pairs and judged answers: what preferences.told knows of them."""
 
     def report(self, what: str) -> None:
         """Say what was loaded, and what was not."""
@@ -67,7 +70,9 @@ class Loaded[T]:
         if self.cleaned:
             counts = ", ".join(f"{rule} {count}" for rule, count in sorted(self.cleaned.items()))
             console.say(f"{what}: cleaning removed rows (unicode: repaired them): {counts}; see removed.jsonl")
-        if self.duplicates:
+        for line in preferences.lines(self.preferences) if self.preferences else ():
+            console.warn(f"{what}: {line}")
+        if self.duplicates and not self.preferences:
             console.warn(f"{what}: {self.duplicates} rows are copies of earlier ones; they are kept")
         if self.truncated:
             console.warn(f"{what}: {self.truncated} samples were cut to --seq-length, as --truncate asks")
@@ -147,7 +152,7 @@ def pairs(
     def make(row: Row) -> list[Sample]:
         return list(renderer.pair(shapes.pair(row), row.where))
 
-    flat = _samples(given, make, bad_rows, settings, cache)
+    flat = _samples(given, make, bad_rows, settings, cache, prefer=True)
     counts = [(source, count // 2) for source, count in flat.counts]
     return Loaded(**{**vars(flat), "samples": store.Pairs(flat.samples), "counts": counts})
 
@@ -159,7 +164,7 @@ def judged(given: Data, renderer: Renderer, bad_rows: BadRows = "error", cache: 
     def make(row: Row) -> list[Sample]:
         return [renderer.judged(*shapes.judged(row), row.where)]
 
-    return _samples(given, make, bad_rows, settings, cache)
+    return _samples(given, make, bad_rows, settings, cache, prefer=True)
 
 
 def _samples(
@@ -169,24 +174,29 @@ def _samples(
     settings: dict[str, Any],
     cache: Cache | None,
     rules: Rules | None = None,
+    prefer: bool = False,
 ) -> Loaded[Sample]:
-    """The samples of each row, from the cache where they are, and read through it."""
+    """The samples of each row, from the cache where they are, and read through it. ``prefer``: they are preferences."""
     sources = _sources(given)
-    truncated = 0
+    paths = [path for source in sources for path in source.files]
+    truncated, seen = 0, Preferences(paths)
 
     def counted(row: Row) -> list[Sample]:
         nonlocal truncated
         made = make(row)
         truncated += sum(sample.truncated for sample in made)
+        if prefer:
+            seen.add(row, made)
         return made
 
     if cache is None:
         loaded = load(sources, counted, bad_rows)
         loaded.truncated = truncated
+        loaded.preferences = preferences.told(seen.found, paths, loaded.rejected) if prefer else {}
         return loaded
     settings |= {"bad_rows": bad_rows, "rules": rules.model_dump(mode="json") if rules else None}
     if rules or bad_rows == "skip":  # what is kept of the rows that go names their files
-        settings["files"] = [str(path) for source in sources for path in source.files]
+        settings["files"] = [str(path) for path in paths]
     directory = store.place(cache.directory, cache.model_dir, sources, settings)
     about = store.about_of(directory)
     if about is None:
@@ -194,7 +204,7 @@ def _samples(
             cleaner = Cleaner(rules, writer.remove) if rules else None
             loaded = load(sources, counted, bad_rows, into=writer, cleaner=cleaner)
             about = {name: getattr(loaded, name) for name in ("rows", "duplicates", "rejected", "notes", "cleaned")}
-            about |= {"truncated": truncated, "counts": [count for _, count in loaded.counts]}
+            about |= {"truncated": truncated, "counts": [count for _, count in loaded.counts], "seen": seen.found}
             writer.commit(about)
     else:
         console.say(f"tokenised before: {directory}")
@@ -202,6 +212,7 @@ def _samples(
     for name in ("rows", "duplicates", "rejected", "notes", "cleaned", "truncated"):
         setattr(found, name, about[name])
     found.counts = list(zip(sources, about["counts"], strict=True))
+    found.preferences = preferences.told(about["seen"], paths, found.rejected) if prefer else {}
     return found
 
 

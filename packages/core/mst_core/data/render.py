@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mst_core import tensors
-from mst_core.data.shapes import Conversation, Message, Pair
+from mst_core.data.shapes import SAME, Conversation, Message, Pair
 from mst_core.errors import InputError, RowError
 
 Truncate = Literal["error", "right", "prompt-left"]
@@ -44,6 +44,8 @@ class Sample:
     """Of a packed row (pack.py): the lengths of the samples in it, which sum to its own."""
     desirable: bool | None = None
     """Of an answer that was judged on its own: good or bad."""
+    margin: float | None = None
+    """Of a chosen answer: by how much it is better than the rejected one, where the row says so."""
 
     @property
     def learnt(self) -> int:
@@ -147,8 +149,8 @@ class Renderer:
             chosen, rejected = (self._cut_prompt(sample, longest, where) for sample in (chosen, rejected))
         if chosen.tokens == rejected.tokens:
             cut = f" in their first {self.seq_length} tokens" if chosen.truncated else ""
-            raise RowError(f"chosen and rejected are the same{cut}", where=where)
-        return chosen, rejected
+            raise RowError(f"{SAME}{cut}", where=where)
+        return replace(chosen, margin=pair.margin), rejected
 
     def judged(self, conversation: Conversation, desirable: bool, where: str) -> Sample:
         """The last answer of a conversation, which was judged, as the only turn that is learnt."""

@@ -8,7 +8,7 @@
                   (each of these may have "tools": a list or its JSON; tools.py)
     pairs         {"prompt": "..." or messages, "chosen": "..." or messages, "rejected": "..." or messages}
                   ("instruction" and "input" may stand for the prompt, and without any prompt it is what both share;
-                  or messages with "rejected_response": "..." or "rejected_messages")
+                  or messages with "rejected_response": "..." or "rejected_messages"; each may have "margin": a number)
     judged        one of the first five with "label": true or false
 
 A field that no shape knows is an error: a misspelt ``outptu`` would otherwise be a row without an answer. Fields that
@@ -69,13 +69,19 @@ SFT_SHAPES = (
     Shape("prompt/completion", ("prompt", "completion"), ("system", "tools")),
 )
 PAIR_SHAPES = (
-    Shape("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), ("system",)),
-    Shape("conversations/chosen/rejected", ("conversations", "chosen", "rejected"), ("system",)),
-    Shape("instruction/chosen/rejected", ("instruction", "chosen", "rejected"), ("input", "system", "history")),
-    Shape("chosen/rejected", ("chosen", "rejected")),
-    Shape("messages/rejected_response", ("messages", "rejected_response"), ("system",)),
-    Shape("messages/rejected_messages", ("messages", "rejected_messages"), ("system",)),
+    Shape("prompt/chosen/rejected", ("prompt", "chosen", "rejected"), ("system", "margin")),
+    Shape("conversations/chosen/rejected", ("conversations", "chosen", "rejected"), ("system", "margin")),
+    Shape(
+        "instruction/chosen/rejected", ("instruction", "chosen", "rejected"), ("input", "system", "history", "margin")
+    ),
+    Shape("chosen/rejected", ("chosen", "rejected"), ("margin",)),
+    Shape("messages/rejected_response", ("messages", "rejected_response"), ("system", "margin")),
+    Shape("messages/rejected_messages", ("messages", "rejected_messages"), ("system", "margin")),
 )
+SAME = "chosen and rejected are the same"
+"""Why a pair teaches nothing."""
+LARGEST = 3.4e38
+"""Of fp32, in which margins are."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +97,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse answer, each as messages."""
+    """A prompt with a better and a worse answer, each as messages, and by how much the first is better."""
 
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
+    margin: float | None = None
 
 
 def conversation(row: Row) -> Conversation:
@@ -137,7 +144,7 @@ def pair(row: Row) -> Pair:
     elif "messages" not in shape.needed:
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
         if shared is None:
-            raise RowError("chosen and rejected are the same, or one begins with the other", where=row.where)
+            raise RowError(f"{SAME}, or one begins with the other", where=row.where)
         prompt = chosen[:shared]
         if not prompt:
             raise RowError("has no prompt, and chosen and rejected share no beginning", where=row.where)
@@ -148,8 +155,8 @@ def pair(row: Row) -> Pair:
             raise RowError(f"{name} must be one answer of the assistant after the prompt, not {roles}", where=row.where)
         check(row, [*prompt, *answer])
     if chosen[0]["content"].strip() == rejected[0]["content"].strip():
-        raise RowError("chosen and rejected are the same", where=row.where)
-    return Pair(prompt, chosen, rejected)
+        raise RowError(SAME, where=row.where)
+    return Pair(prompt, chosen, rejected, _margin(row))
 
 
 def judged(row: Row) -> tuple[Conversation, bool]:
@@ -304,6 +311,17 @@ def _text(row: Row, field: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"{field} is {kind(value)}, not text", where=row.where)
     return value
+
+
+def _margin(row: Row) -> float | None:
+    value = row.data.get("margin")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RowError(f"margin is {kind(value)}, not a number", where=row.where)
+    if not abs(value) <= LARGEST:
+        raise RowError("margin is no finite number of 32 bits", where=row.where)
+    return float(value)
 
 
 def _asked(row: Row, field: str) -> list[Message]:

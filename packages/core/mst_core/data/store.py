@@ -4,6 +4,7 @@
                    mask.bin      uint8, likewise
                    ends.bin      int64, where each sample ends
                    judged.bin    uint8, of each sample 1: a bad answer, 2: a good one, 0: not judged on its own
+                   margins.bin   float64, of each sample its margin, or NaN
                    removed.jsonl what cleaning took out
                    about.json    counts, and rows set aside
 
@@ -14,6 +15,7 @@ token, and the code that reads, renders and tokenises: another version of any of
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -32,7 +34,8 @@ from mst_core.data.render import Sample, tokenizer_dir
 from mst_core.data.sources import Source
 from mst_core.errors import InputError
 
-TOKENS, MASK, ENDS, JUDGED = "tokens.bin", "mask.bin", "ends.bin", "judged.bin"
+TOKENS, MASK, ENDS, JUDGED, MARGINS = "tokens.bin", "mask.bin", "ends.bin", "judged.bin", "margins.bin"
+ALL = (TOKENS, MASK, ENDS, JUDGED, MARGINS)
 REMOVED, ABOUT = "removed.jsonl", "about.json"
 
 
@@ -66,11 +69,12 @@ class Stored(Sequence[Sample]):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._maps = {name: _map(directory / name) for name in (TOKENS, MASK, ENDS, JUDGED)}
-        self._tokens, self._mask, self._ends = (
+        self._maps = {name: _map(directory / name) for name in ALL}
+        self._tokens, self._mask, self._ends, self._margins = (
             self._maps[TOKENS].cast("i"),
             self._maps[MASK],
             self._maps[ENDS].cast("q"),
+            self._maps[MARGINS].cast("d"),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +97,8 @@ class Stored(Sequence[Sample]):
         index %= len(self)
         start, end = self._ends[index - 1] if index else 0, self._ends[index]
         desirable = (None, False, True)[self._maps[JUDGED][index]]
-        return Sample(self._tokens[start:end].tolist(), list(self._mask[start:end]), desirable=desirable)
+        margin = None if math.isnan(self._margins[index]) else self._margins[index]
+        return Sample(self._tokens[start:end].tolist(), list(self._mask[start:end]), desirable=desirable, margin=margin)
 
     def lengths(self) -> array[int]:
         """The tokens of each sample."""
@@ -135,7 +140,7 @@ class Writer:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             self._staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-            self._files = {name: (self._staging / name).open("wb") for name in (TOKENS, MASK, ENDS, JUDGED, REMOVED)}
+            self._files = {name: (self._staging / name).open("wb") for name in (*ALL, REMOVED)}
         except OSError as error:
             what = f"the cache cannot be written: {error.strerror}"
             raise InputError(what, where=directory.parent, hint="--cache names another directory") from error
@@ -160,6 +165,7 @@ class Writer:
             self._files[MASK].write(bytes(sample.mask))
             self._files[ENDS].write(array("q", [self.tokens]).tobytes())
             self._files[JUDGED].write(bytes([0 if sample.desirable is None else 1 + sample.desirable]))
+            self._files[MARGINS].write(array("d", [math.nan if sample.margin is None else sample.margin]).tobytes())
 
     def remove(self, entry: Mapping[str, Any]) -> None:
         """Keep what cleaning took out."""
@@ -185,9 +191,9 @@ def about_of(directory: Path) -> dict[str, Any] | None:
     """What ``commit`` was given; None where no whole directory is."""
     try:
         about: dict[str, Any] = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
-        sizes = [(directory / name).stat().st_size for name in (TOKENS, MASK, ENDS, JUDGED)]
+        sizes = [(directory / name).stat().st_size for name in ALL]
         tokens, samples = about["tokens"], about["samples"]
-        return about if sizes == [4 * tokens, tokens, 8 * samples, samples] else None
+        return about if sizes == [4 * tokens, tokens, 8 * samples, samples, 8 * samples] else None
     except (OSError, ValueError, KeyError):
         return None
 

@@ -38,6 +38,8 @@ def collate(
     more = dict(extra or {})
     if any(sample.desirable is not None for sample in samples):
         more["desirable_B"] = torch.tensor([float(bool(sample.desirable)) for sample in samples])
+    if any(sample.margin is not None for sample in samples):
+        more["margin_B"] = torch.tensor([sample.margin or 0.0 for sample in samples])
     return Batch(tokens_BT, mask_BT, lengths_B, more, packed)
 
 

@@ -103,9 +103,24 @@ def execute(job: Job) -> dict[str, Any]:
             result = {"out": job.spec.remote or str(job.spec.out), "id": made.id, "rows": len(job.units)}
             result |= {"rows_set_aside": job.rejected.count("\n"), "steps": done.steps, "tokens": done.tokens}
             result |= {"first_loss": done.first["loss"], **done.last}
+            _compare(done)
     # Only after success: leaving the groups in good order would wait for ranks that failed.
     engine.close()
     return result
+
+
+def _compare(done: Fit) -> None:
+    """Show the evaluation rows before the first step and after the last one."""
+    before, after = done.before, done.evaluation
+    # Where the loss has one part, that part is the loss under another name.
+    names = [name for name in after if (before.get(name), after[name]) != (before.get("loss"), after["loss"])]
+    rows = [
+        (name, *(f"{value:11.4f}" for value in (before[name], after[name])), f"{after[name] - before[name]:+11.4f}")
+        for name in (["loss", *names] if after else ())
+        if name in before
+    ]
+    if rows:
+        console.table("evaluation rows", rows, ("", *(f"{title:>11}" for title in ("before", "after", "change"))))
 
 
 def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]:
@@ -231,6 +246,7 @@ def _commit(job: Job, staging: Staging, parents: list[Parent], done: Fit, step: 
             "tokens": done.tokens,
             "first": done.first,
             "last": done.last,
+            "evaluation_before": done.before,
             "evaluation": done.evaluation,
         },
     )

@@ -90,7 +90,7 @@ class Saves:
         self.engine.load_state(directory / STATE)
         if self.found is not None:
             done.tokens, done.first, done.last = self.found.done.tokens, self.found.done.first, self.found.done.last
-            done.evaluation = self.found.done.evaluation
+            done.before, done.evaluation = self.found.done.before, self.found.done.evaluation
             console.say(f"goes on after step {step} of {done.steps}")
         return step
 

@@ -39,7 +39,8 @@ class Batch:
     tokens_BT   int64, padding is any valid id
     mask_BT     float32, 1.0 where the token is learnt; 0.0 on the prompt and on padding
     lengths_B   int64, real tokens of each sequence (its padding starts there)
-    extra       further tensors with B (or B/2 for pairs) on axis 0, by name (``ref_logp_B``)
+    extra       further tensors with B (or B/2 for pairs) on axis 0, by name (``ref_logp_B``; ``margin_B``, where a row
+                of the batch has one: on the chosen rows)
     packed      None, or of each row the lengths of the samples that stand in it one after another; they sum to
                 lengths_B. Python integers: what is made of them (cu_seqlens: 0 and their running sums; positions,
                 batches.positions) is made without waiting for a device
