@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    "mst", "mst inspect", "mst verify", "mst lineage", "mst-convert", "mst-convert families", "mst-convert adapter",
+    "mst", "mst inspect", "mst verify", "mst lineage", "mst-convert", "mst-convert families", "mst-convert adapter", "mst-align head",
     "mst-merge", "mst-train",
     "mst-align", "mst-eval", "mst-serve",
 )  # fmt: skip

@@ -56,7 +56,7 @@ def by_hand(scores: list[float], margins: list[float] | None = None, **given: An
     """Means of the terms of pairs whose last tokens have these scores."""
     value_BT = torch.tensor([[9.0, score, -7.0] for score in scores])
     mask_BT = torch.tensor([[0.0, 1.0, 0.0]] * len(scores))
-    extra = {"margin_P": torch.tensor(margins)} if margins else {}
+    extra = {"margin_B": torch.tensor(margins)} if margins else {}
     lengths_B = torch.full((len(scores),), 2)
     batch = Batch(torch.zeros(len(scores), 3, dtype=torch.int64), mask_BT, lengths_B, extra)
     found = objective(choose("rm", given)).loss(value_BT, batch)
@@ -74,8 +74,9 @@ def test_bradley_terry_by_hand() -> None:
 
 
 def test_a_margin_asks_for_more() -> None:
-    assert by_hand([1.0, -0.5], [1.5])["rm"] == pytest.approx(math.log(2), abs=1e-7)
-    assert by_hand([1.0, -0.5], [1.5])["rewards/margin"] == 1.5
+    asked = by_hand([1.0, -0.5], [1.5, 0.0])
+    assert asked["rm"] == pytest.approx(math.log(2), abs=1e-7)
+    assert asked["rewards/margin"] == 1.5
 
 
 def test_centering_holds_the_sum_at_zero() -> None:

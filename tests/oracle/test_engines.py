@@ -50,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recompute": {"objective": "sft", "micro": 2, "more": {"recompute": "full"}, "resume": True},
     "dpo": {"objective": "dpo", "micro": 2},
     "rm": {"objective": "rm", "micro": 2, "save": True, "resume": True},
+    "rm-lora": {"objective": "rm", "micro": 2, "more": LORA, "save": True, "resume": True},
     "ipo": {"objective": "ipo", "micro": 2, "steps": 1},
     "lora": {"objective": "dpo", "micro": 2, "more": LORA, "save": True, "resume": True},
     "dora": {"objective": "sft", "micro": 2, "more": {**LORA, "lora_dora": True, "lora_rslora": True}, "save": True},
@@ -66,7 +67,7 @@ QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
     "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
     "zero2/qlora", "zero3/moe-lora", "zero3/rows", "zero2/rows-tied",
-    "zero3/sft-1", "zero3/moe", "zero3/rm", "zero3/ipo",
+    "zero3/sft-1", "zero3/moe", "zero3/rm", "zero2/rm-lora", "zero3/ipo",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
 NOT = {"zero0": ("bf16", "bf16-lora"), "fsdp": ("qlora",), "zero3": ("qlora",), "zero3-offload": ("qlora",)}
@@ -179,7 +180,21 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     "name",
-    cases("sft-1", "sft-2", "recompute", "dpo", "rm", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "qlora"),
+    cases(
+        "sft-1",
+        "sft-2",
+        "recompute",
+        "dpo",
+        "rm",
+        "rm-lora",
+        "lora",
+        "dora",
+        "rows",
+        "rows-tied",
+        "moe",
+        "moe-lora",
+        "qlora",
+    ),
 )
 def test_five_steps_equal_the_plain_engine(ran: Ran, plain: Any, name: str) -> None:
     found, wanted = ran(name), plain(name)[1]
@@ -223,7 +238,8 @@ def test_the_adapter_off_is_the_base(ran: Ran, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", cases("sft-1", "rm", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "bf16", "bf16-lora")
+    "name",
+    cases("sft-1", "rm", "rm-lora", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "bf16", "bf16-lora"),
 )
 def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes the same, fp32 values near; bf16 weights within an update or two."""
@@ -240,7 +256,7 @@ def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name
         assert (found[key].float() - value.float()).abs().max() <= limit, key
 
 
-@pytest.mark.parametrize("name", cases("recompute", "rm", "lora", "rows", "moe", "bf16"))
+@pytest.mark.parametrize("name", cases("recompute", "rm", "rm-lora", "lora", "rows", "moe", "bf16"))
 def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     found = ran(name)["resumed"]
     assert found["same"]

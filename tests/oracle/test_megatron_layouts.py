@@ -141,6 +141,8 @@ LORA: dict[str, tuple[str, int, dict[str, Any]]] = {
     }),
     "lora-shared": ("qwen2-moe", 2, {"ep": 2, "lora_rank": 4, "lora_targets": ("up_proj", "shared_expert.down_proj")}),
     "lora-mla": ("deepseek", 2, {"ep": 2, "lora_rank": 4}),
+    "lora-tp2-rm": ("reward", 2, {**TP, "lora_rank": 4}),
+    "lora-pp2-rm": ("reward", 2, {"pp": 2, **DIST, "lora_rank": 4}),
     "lora-fused": ("phi3", 2, {**TP, "lora_rank": 4}),
 }  # fmt: skip
 """Adapters on layers of experts, beside them, and fused in the directory; saved."""
@@ -358,18 +360,24 @@ def test_the_adapter_is_what_peft_reads_and_mst_merge_merges(
         assert (found[lora.peft_name(key)] - parameter).abs().max() <= 1e-4, key
     config = json.loads((only / "adapter_config.json").read_text())
     assert config == lora.config_of(engine.spec, engine.known, engine.sites)
-    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), only)
-    assert (logp_of(read) - wanted).abs().max() <= 1e-5
+    auto = AutoModelForSequenceClassification if name.endswith("-rm") else AutoModelForCausalLM
+    read = PeftModel.from_pretrained(auto.from_pretrained(base, dtype=torch.float32), only)
+    assert (value_of(read.get_base_model()) - wanted).abs().max() <= 1e-5
     merge(base, only, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert (logp_of(merged) - wanted).abs().max() <= 1e-4
-    assert (logp_of(merged) - found_of(ran, name)["before"]).abs().max() > 0.01
+    merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (value_of(merged) - wanted).abs().max() <= 1e-4
+    assert (value_of(merged) - found_of(ran, name)["before"]).abs().max() > 0.01
 
 
-def logp_of(model: Any) -> torch.Tensor:
+def value_of(model: Any) -> torch.Tensor:
+    """Log-probabilities of the probe, or a reward model's score at each token."""
     probe = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0]
     with torch.no_grad():
-        return token_logp(model(input_ids=probe.tokens_BT).logits, probe.tokens_BT) * probe.mask_BT
+        if hasattr(model, "score"):
+            value_BT = model.score(model.model(probe.tokens_BT).last_hidden_state).squeeze(-1)
+        else:
+            value_BT = token_logp(model(input_ids=probe.tokens_BT).logits, probe.tokens_BT)
+    return value_BT * probe.mask_BT
 
 
 def saved_as_hf(name: str) -> Path:
@@ -382,16 +390,9 @@ def saved_as_hf(name: str) -> Path:
 @pytest.mark.parametrize("name", named(SAVED))
 def test_a_trained_model_comes_back(ran: dict[str, Any], name: str) -> None:
     found, saved = found_of(ran, name), saved_as_hf(name)
-    probe = ranks.batches(99, 3, 3, VOCAB, prompts=False)[0]
-    if name.endswith("-rm"):
-        scorer: Any = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
-        with torch.no_grad():
-            value_BT = scorer.score(scorer.model(probe.tokens_BT).last_hidden_state).squeeze(-1)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-        with torch.no_grad():
-            value_BT = token_logp(model(probe.tokens_BT).logits, probe.tokens_BT)
-    assert (value_BT * probe.mask_BT - found["after"]).abs().max() <= 1e-5
+    auto = AutoModelForSequenceClassification if name.endswith("-rm") else AutoModelForCausalLM
+    model = auto.from_pretrained(saved, dtype=torch.float32)
+    assert (value_of(model) - found["after"]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", named(UNTOUCHED))

@@ -65,9 +65,9 @@ def at_once(folder: Path) -> dict[str, Any]:
     return settings(folder) | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1}
 
 
-def of_pairs(model: Path) -> list[loop.Unit]:
+def of_pairs(model: Path, given: list[dict[str, Any]] = PAIR_ROWS) -> list[loop.Unit]:
     make = renderer(model)
-    return [make.pair(shapes.pair(row), row.where) for row in each(PAIR_ROWS)]
+    return [make.pair(shapes.pair(row), row.where) for row in each(given)]
 
 
 DPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -181,18 +181,20 @@ def test_methods_without_a_reference(model: Path) -> None:
 
 @pytest.mark.parametrize("centre", [0.0, 0.05])
 def test_reward_models(tiny_hf: Callable[..., Path], tmp_path: Path, centre: float) -> None:
+    """The rows with a centre have margins as well."""
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
     model = tiny_hf("llama", template=TEMPLATE, scores=True)
+    given = [{**row, "margin": 0.25 * i} for i, row in enumerate(PAIR_ROWS)] if centre else PAIR_ROWS
     trainer = RewardTrainer(
         AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32),
         RewardConfig(**at_once(tmp_path), center_rewards_coefficient=centre or None),
-        train_dataset=Dataset.from_list(PAIR_ROWS), processing_class=load_tokenizer(model),
+        train_dataset=Dataset.from_list(given), processing_class=load_tokenizer(model),
     )  # fmt: skip
     method = rewards.objective(choose("rm", {"center_rewards_coefficient": centre}))
-    found = first_step(model, model, method, list(rewards.LastTokens(of_pairs(model))))
+    found = first_step(model, model, method, list(rewards.LastTokens(of_pairs(model, given))))
     step = history(trainer)[0]
     assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
     assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mst_align import head
 from mst_align.spec import AlignSpec
 from mst_core.errors import InputError
 from mst_core.runplan import RunPlan, open_model, plan_run
@@ -9,21 +10,12 @@ from mst_core.runplan import RunPlan, open_model, plan_run
 
 def plan(spec: AlignSpec) -> RunPlan:
     """See mst_core.runplan."""
-    found = plan_run(spec, f"mst-align, {spec.method}", scores=spec.method == "rm")
-    if spec.method == "rm":
-        _check_head(found)
+    rewards = spec.method == "rm"
+    found = plan_run(spec, f"mst-align, {spec.method}", scores=rewards)
+    if rewards:
+        head.check(found.model_dir, found.layout)
+        if spec.lora_rank is not None and not open_model(found.model_dir, found.layout).scores:
+            made = f"{found.model_dir.name}-head"
+            hint = f"mst-align head --model {found.model} --out {made}, and --model {made}"
+            raise InputError("an adapter of a reward model needs one to be merged into", where=found.model, hint=hint)
     return found
-
-
-def _check_head(plan: RunPlan) -> None:
-    """InputError where no reward model can be made of the plan's model."""
-    model = open_model(plan.model_dir, plan.layout)
-    if model.scores:
-        return
-    if not model.family.reward:
-        what = f"transformers has no class with a scalar head of {model.family.architecture}"
-        raise InputError(what, where=plan.model_dir, hint="another model for --method rm")
-    if plan.layout == "megatron":
-        to = f"{plan.model}-hf"
-        hint = f"mst-convert --model {plan.model} --to hf --out {to}, and --model {to} --engine megatron"
-        raise InputError("--method rm begins with a Hugging Face directory", where=plan.model_dir, hint=hint)

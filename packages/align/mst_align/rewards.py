@@ -28,7 +28,7 @@ def terms(value_BT: Tensor, batch: Batch, chosen: Chosen) -> dict[str, Term]:
     count = float(learnt_P.sum())
     reward_P2 = (value_BT * batch.mask_BT).sum(1).view(-1, 2)
     difference_P = reward_P2[:, 0] - reward_P2[:, 1]
-    asked_P = batch.extra.get("margin_P", torch.zeros_like(difference_P))
+    asked_P = batch.extra["margin_B"].view(-1, 2)[:, 0] if "margin_B" in batch.extra else torch.zeros_like(difference_P)
 
     def mean(value_P: Tensor, coefficient: float = 0.0) -> Term:
         return Term((value_P * learnt_P).sum(), count, coefficient)

@@ -1,7 +1,9 @@
-"""What --method rm starts from: the model with a scalar head in the place of its vocabulary's.
+"""A language model with a scalar head in the place of its vocabulary's: what mst-align head makes, and --method rm
+begins with.
 
-A directory like any other, made once in --cache, tensor by tensor, so that every engine trains and writes it as it does
-any model. The head starts at zero: every score is 0 and the first loss ln 2, on any engine and layout.
+A directory like any other, made tensor by tensor (by --method rm once, in --cache), so that every engine trains and
+writes it as it does any model. The head starts at zero: every score is 0 and the first loss ln 2, on any engine and
+layout.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 
 import torch
 
-from mst_core import console, families, manifest, tensors
+from mst_align.head import HeadPlan, HeadSpec
+from mst_core import checkpoint, console, families, manifest, tensors
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.data.render import load_tokenizer
 from mst_core.engine import grow
@@ -20,6 +23,7 @@ from mst_core.errors import InputError
 from mst_core.manifest import Parent
 from mst_core.runplan import RunPlan, open_model
 from mst_core.runspec import RunSpec
+from mst_core.spec import Result
 
 HEAD = "score.weight"
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -34,7 +38,16 @@ def prepared(spec: RunSpec, plan: RunPlan) -> RunPlan:
     return plan.model_copy(update={"model": str(made)})
 
 
-def _make(staging: Staging, model_dir: Path, base: manifest.Manifest) -> None:
+def work(spec: HeadSpec, plan: HeadPlan) -> Result:
+    """mst-align head."""
+    model_dir = Path(plan.model)
+    base = manifest.identify(model_dir)
+    with checkpoint.stage(spec.out, spec.overwrite) as staging:
+        made = _make(staging, model_dir, base)
+    return Result(text=str(spec.out), data={"out": str(spec.out), "id": made.id})
+
+
+def _make(staging: Staging, model_dir: Path, base: manifest.Manifest) -> manifest.Manifest:
     config, stored = tensors.config(model_dir), tensors.headers(model_dir)
     family = families.family_for(config, model_dir)
     pad, token = _padding(load_tokenizer(model_dir), model_dir)
@@ -66,17 +79,18 @@ def _make(staging: Staging, model_dir: Path, base: manifest.Manifest) -> None:
             )
         else:
             staging.copy(path, name)
-    staging.commit(
+    made = staging.commit(
         kind=model.kind,
         layout="hf",
         encoding=base.encoding,
         model=model.info(base.model.dtype if base.model else None),
         parents=[Parent(role="base", id=base.id, weights=base.digests.weights)],
         parent_dirs=[model_dir],
-        tool="mst-align --method rm",
+        tool="mst-align head",
         settings={},
     )
     console.say(f"a head of one score, all zero, in the place of the vocabulary's; rows are padded with {token}")
+    return made
 
 
 def _padding(tokenizer: Any, where: Path) -> tuple[int, str]:

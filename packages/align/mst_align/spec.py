@@ -64,8 +64,6 @@ class AlignSpec(RunSpec):
     def _method(self) -> Self:
         if self.chosen.method == "kto" and self.global_batch < 2:
             raise ValueError("--method kto needs a --global-batch of 2 or more: it compares each row with another")
-        if self.method == "rm" and self.lora_rank is not None:
-            raise ValueError("--lora-rank: adapters do not train the head of --method rm yet; leave it out")
         if self.method == "rm" and self.truncate == "right":
             raise ValueError("--truncate right cuts the token whose score --method rm learns: prompt-left, or error")
         return self

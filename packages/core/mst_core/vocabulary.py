@@ -36,7 +36,8 @@ def asked(given: Sequence[str]) -> list[str]:
 def tables(model: families.Model) -> list[str]:
     """The Hugging Face tensors with a row for each token: the embedding, and a head that is not tied to it."""
     ends = ("word_embeddings.weight", "output_layer.weight")
-    return [task.hf[0].name for task in families.tasks(model) if task.native.endswith(ends)]
+    found = (task.hf[0] for task in families.tasks(model) if task.native.endswith(ends))
+    return [spec.name for spec in found if spec.rows == model.dims.vocab]
 
 
 def by_vocab(model: families.Model) -> set[str]:

@@ -36,7 +36,7 @@ def prepared(spec: RunSpec, plan: RunPlan) -> RunPlan:
     return plan.model_copy(update={"model": str(made)})
 
 
-def kept(cache: Path, folder: str, of: Any, make: Callable[[Staging], None]) -> Path:
+def kept(cache: Path, folder: str, of: Any, make: Callable[[Staging], object]) -> Path:
     """The directory in the cache that is made of ``of`` (anything that JSON has); ``make`` is called if it is not
     there."""
     key = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]

@@ -102,7 +102,6 @@ class HFEngine:
         model.get_input_embeddings().padding_idx = None
         if self.known.scores:
             scalar.per_token(model)
-        self.head = model.score if self.known.scores else model.get_output_embeddings()
         blocks = set(model._no_split_modules or ())
         if spec.lora_rank is not None:
             self.sites = runplan.check_lora(self.known, spec)
@@ -121,6 +120,8 @@ class HFEngine:
                 # transformers' own switch does nothing in eval mode.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.wanted_N: Tensor | None = None
+        inner: Any = self.model.get_base_model() if spec.lora_rank is not None else self.model
+        self.head = inner.score if self.known.scores else inner.get_output_embeddings()
         if self.head is not None:
             self.head.register_forward_pre_hook(self._only_wanted)
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from mst_core.checkpoint import Staging
 
 PREFIX = "base_model.model."
+HEAD = "score"
+"""Of a reward model: trained whole beside the adapter."""
 EXPERTS_SINCE = "0.19.0"
 """What adapter_config.json says of PEFT's version where experts are adapted: since then A is of the input's side."""
 
@@ -78,13 +82,13 @@ def config_of(
 ) -> dict[str, Any]:
     """adapter_config.json of a run. ``rows``: see token_rows."""
     modules, parameters = lora_sites.peft_targets(model, sites)
-    more = {"target_parameters": parameters, "peft_version": EXPERTS_SINCE} if parameters else {}
+    more: dict[str, Any] = {"target_parameters": parameters, "peft_version": EXPERTS_SINCE} if parameters else {}
     rank, variants = spec.lora_rank or 1, {"rslora": spec.lora_rslora, "dora": spec.lora_dora}
-    return (
-        adapter_config(rank, spec.alpha, modules, **variants)
-        | more
-        | ({"trainable_token_indices": rows} if rows else {})
-    )
+    if rows:
+        more["trainable_token_indices"] = rows
+    if model.scores:
+        more |= {"modules_to_save": [HEAD], "task_type": "SEQ_CLS"}
+    return adapter_config(rank, spec.alpha, modules, **variants) | more
 
 
 def token_rows(model: Model, numbers: Sequence[int]) -> dict[str, list[int]]:
@@ -101,6 +105,7 @@ def file_name(site: Site, letter: str, sites: Sequence[Site]) -> str:
 
 def peft_name(name: str) -> str:
     """What PEFT calls a parameter of its model in its file."""
+    name = name.replace(".modules_to_save.default.", ".")
     if "magnitude" in name:
         return name.replace(".default.weight", "")
     return name.replace(".default.", ".").removesuffix(".default")
@@ -142,12 +147,15 @@ def wrap(
         lora_alpha=spec.alpha,
         target_modules=modules,
         target_parameters=parameters or None,
-        task_type="CAUSAL_LM",
+        modules_to_save=[HEAD] if known.scores else None,
         use_rslora=spec.lora_rslora,
         use_dora=spec.lora_dora,
         trainable_token_indices=dict(rows) if rows else None,
     )
-    wrapped: torch.nn.Module = get_peft_model(model, config)
+    with warnings.catch_warnings():  # of what PEFT calls in transformers, and of bitsandbytes, which is not used here
+        warnings.simplefilter("ignore", FutureWarning)
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        wrapped: torch.nn.Module = get_peft_model(model, config)
     adapted: dict[str, Any] = {}
     for name, module in wrapped.named_modules():
         if hasattr(module, "lora_A"):

@@ -27,6 +27,7 @@ from mst_core.engine.megatron.checkpoint import MegatronDir
 from mst_core.engine.megatron.cut import Cut
 from mst_core.engine.megatron.hf import HFDir
 from mst_core.engine.megatron.router import take_balance
+from mst_core.engine.scalar import ScalarHead
 from mst_core.engine.seam import Batch, Create, Objective, create, weights
 from mst_core.errors import RunError
 from mst_core.parallel.layout import check_layout
@@ -118,7 +119,7 @@ class MegatronEngine:
         if self.spec.lora_rank is None:
             self.source.save(self.raw, staging)
             return
-        found = lora.gather(self.adapters, self.sites, self.spec.lora_rank)
+        found = lora.gather(self.adapters, self.sites, self.spec.lora_rank, self._heads())
         if staging is not None:
             config = shared_lora.config_of(self.spec, self.source.model, self.sites)
             shared_lora.save_adapter(staging, found, config)
@@ -128,7 +129,12 @@ class MegatronEngine:
         groups.stop()
 
     def _spots(self) -> shards.Spots:
-        return lora.spots(self.adapters) if self.adapters else shards.spots(self.raw, self.source.per_layer)
+        if self.adapters:
+            return lora.spots(self.adapters, self._heads())
+        return shards.spots(self.raw, self.source.per_layer)
+
+    def _heads(self) -> list[ScalarHead]:
+        return [head for chunk in self.raw for head in lora.heads(chunk)]
 
     def _share_balance(self, micro_batches: Sequence[Batch]) -> float:
         """Set the coefficient of the load balancing loss for this step; the step's tokens.

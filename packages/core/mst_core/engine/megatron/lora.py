@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from mst_core.engine.lora import file_name, lora_init
+from mst_core.engine.lora import HEAD, PREFIX, file_name, lora_init
 from mst_core.engine.megatron import groups
 from mst_core.engine.megatron.shards import Spot, Spots
+from mst_core.engine.scalar import ScalarHead
 from mst_core.families import pack_rows
 from mst_core.families.rules import Task
 from mst_core.lora_sites import Site
@@ -139,9 +140,11 @@ class Adapters(torch.nn.Module):
 
 
 def attach(model: Any, spec: RunSpec, sites: Sequence[Site]) -> list[Adapters]:
-    """Freeze the model and give each decoder layer of this stage its adapters."""
+    """Freeze the model but a reward model's head, and give each decoder layer of this stage its adapters."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for head in heads(model):
+        head.weight = torch.nn.Parameter(head.weight.data.float())  # as the adapters
     made = []
     for layer in model.decoder.layers:
         mine = (site for site in sites if site.task.layer == layer.layer_number - 1)
@@ -153,6 +156,11 @@ def attach(model: Any, spec: RunSpec, sites: Sequence[Site]) -> list[Adapters]:
                 linear.register_forward_hook(adapters.hook)
                 made.append(adapters)
     return made
+
+
+def heads(model: Any) -> list[ScalarHead]:
+    """The scalar head, if this stage has one."""
+    return [module for module in model.modules() if isinstance(module, ScalarHead)]
 
 
 def _linears(layer: Any, task: Task) -> list[tuple[int | None, Any]]:
@@ -199,9 +207,15 @@ def _ranks(expert: bool) -> Ranks:
     return Ranks(dist.get_rank(group), dist.get_world_size(group), group)
 
 
-def gather(adapters: Sequence[Adapters], sites: Sequence[Site], rank: int) -> dict[str, Tensor]:
-    """Every adapter whole, by PEFT's names, fp32 on the CPU; on rank 0 only (other ranks get an empty dict)."""
+def gather(
+    adapters: Sequence[Adapters], sites: Sequence[Site], rank: int, scalars: Sequence[ScalarHead] = ()
+) -> dict[str, Tensor]:
+    """Every adapter whole, and a reward model's head, by PEFT's names, fp32 on the CPU; on rank 0 only (other ranks get
+    an empty dict)."""
     mine: list[tuple[str, tuple[int, int], Tensor, Tensor, Tensor]] = []
+    for head in scalars:
+        whole, width = head.weight.detach().cpu(), head.weight.shape[1]
+        mine.append((f"{PREFIX}{HEAD}.weight", (1, width), torch.arange(1), torch.arange(width), whole))
     for part in (part for group in adapters for part in group.parts):
         if not isinstance(part, Adapter) or not _is_first(part):
             continue
@@ -228,11 +242,16 @@ def _is_first(part: Adapter) -> bool:
     return int(state.get_data_parallel_rank()) == 0
 
 
-def spots(adapters: Sequence[Adapters]) -> Spots:
-    """Where this rank's part of each factor stands in the whole one."""
+def spots(adapters: Sequence[Adapters], scalars: Sequence[ScalarHead] = ()) -> Spots:
+    """Where this rank's part of each factor, and of a reward model's head, stands in the whole one."""
     from megatron.core import parallel_state as state
 
-    found: Spots = {}
+    again, dp = _ranks(False).rank > 0, int(state.get_data_parallel_rank(with_context_parallel=True))
+    found: Spots = {
+        head.weight: [Spot(HEAD, (1, width), 0, 0, 1, width, 0, again, dp)]
+        for head in scalars
+        for width in (head.weight.shape[1],)
+    }
     for part in (part for group in adapters for part in group.parts):
         if not isinstance(part, Adapter):
             continue
