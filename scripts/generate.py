@@ -15,9 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    "mst", "mst inspect", "mst verify", "mst lineage", "mst-convert", "mst-convert families", "mst-convert adapter", "mst-align head",
+    "mst", "mst inspect", "mst verify", "mst lineage", "mst-convert", "mst-convert families", "mst-convert adapter",
     "mst-merge", "mst-train",
-    "mst-align", "mst-eval", "mst-serve",
+    "mst-align", "mst-align head", "mst-eval", "mst-serve",
 )  # fmt: skip
 
 

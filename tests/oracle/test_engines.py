@@ -42,7 +42,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 LORA = {"lora_rank": 4, "lora_alpha": 12.0}
 HALF = {"precision": "bf16"}
 ROWS = {**LORA, "add_tokens": ["<tool>", "</tool>"]}
-QUANT = ("qlora",) if importlib.util.find_spec("bitsandbytes") else ()
+QUANT: dict[str, dict[str, Any]] = {
+    "qlora": {"objective": "sft", "micro": 2, "more": {**LORA, "qlora": "nf4"}, "save": True},
+    "qlora-double": {
+        "objective": "dpo",
+        "micro": 2,
+        "more": {**LORA, "qlora": "nf4-double"},
+        "save": True,
+        "resume": True,
+    },
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 KINDS: dict[str, dict[str, Any]] = {
     "sft-1": {"objective": "sft", "micro": 1, "save": True},
@@ -58,11 +67,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "rows-tied": {"objective": "sft", "micro": 2, "more": ROWS, "save": True},
     "moe": {"objective": "sft", "micro": 2, "save": True, "resume": True},
     "moe-lora": {"objective": "sft", "micro": 2, "more": LORA, "save": True},
-    **({"qlora": {"objective": "sft", "micro": 2, "more": {**LORA, "qlora": "nf4"}, "save": True}} if QUANT else {}),
+    **(QUANT if importlib.util.find_spec("bitsandbytes") else {}),
     "bf16": {"objective": "sft", "micro": 2, "more": HALF, "save": True, "resume": True},
     "bf16-lora": {"objective": "dpo", "micro": 2, "more": {**HALF, **LORA}, "save": True},
     "refuse": {"objective": "sft", "micro": 2, "refuse": True},
 }
+ADAPTERS = ("rm-lora", "lora", "dora", "rows", "rows-tied", "moe-lora")
 QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
     "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
@@ -70,7 +80,7 @@ QUICK = (
     "zero3/sft-1", "zero3/moe", "zero3/rm", "zero2/rm-lora", "zero3/ipo",
     "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
 )  # fmt: skip
-NOT = {"zero0": ("bf16", "bf16-lora"), "fsdp": ("qlora",), "zero3": ("qlora",), "zero3-offload": ("qlora",)}
+NOT = {"zero0": ("bf16", "bf16-lora"), **dict.fromkeys(("zero3", "zero3-offload"), tuple(QUANT))}
 """Refused in the plan."""
 ALL = [f"{engine}/{kind}" for engine in ENGINES for kind in KINDS if kind not in NOT.get(engine, ())]
 
@@ -178,24 +188,7 @@ def plain(ran: Ran) -> Callable[[str], tuple[PlainEngine, dict[str, Any]]]:
     return play
 
 
-@pytest.mark.parametrize(
-    "name",
-    cases(
-        "sft-1",
-        "sft-2",
-        "recompute",
-        "dpo",
-        "rm",
-        "rm-lora",
-        "lora",
-        "dora",
-        "rows",
-        "rows-tied",
-        "moe",
-        "moe-lora",
-        "qlora",
-    ),
-)
+@pytest.mark.parametrize("name", cases("sft-1", "sft-2", "recompute", "dpo", "rm", *ADAPTERS, *QUANT, "moe"))
 def test_five_steps_equal_the_plain_engine(ran: Ran, plain: Any, name: str) -> None:
     found, wanted = ran(name), plain(name)[1]
     for step, expected in zip(found["steps"], wanted["steps"], strict=True):
@@ -230,17 +223,14 @@ def test_the_first_gradient_of_ipo_is_the_plain_engines(ran: Ran, plain: Any, na
     assert ran(name)["steps"][0]["grad_norm"] == pytest.approx(plain(name)[1]["steps"][0]["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", cases("lora", "dora", "rows", "rows-tied", "moe-lora", "bf16-lora"))
+@pytest.mark.parametrize("name", cases("lora", "dora", "rows", "rows-tied", "qlora-double", "moe-lora", "bf16-lora"))
 def test_the_adapter_off_is_the_base(ran: Ran, name: str) -> None:
     found = ran(name)
     assert torch.equal(found["reference"], found["before"])
     assert not torch.equal(found["after"], found["before"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    cases("sft-1", "rm", "rm-lora", "lora", "dora", "rows", "rows-tied", "moe", "moe-lora", "bf16", "bf16-lora"),
-)
+@pytest.mark.parametrize("name", cases("sft-1", "rm", *ADAPTERS, *QUANT, "moe", "bf16", "bf16-lora"))
 def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name: str, tmp_path: Path) -> None:
     """Names, shapes and dtypes the same, fp32 values near; bf16 weights within an update or two."""
     ran(name)
@@ -256,7 +246,7 @@ def test_what_is_saved_is_what_the_plain_engine_saves(ran: Ran, plain: Any, name
         assert (found[key].float() - value.float()).abs().max() <= limit, key
 
 
-@pytest.mark.parametrize("name", cases("recompute", "rm", "rm-lora", "lora", "rows", "moe", "bf16"))
+@pytest.mark.parametrize("name", cases("recompute", "rm", "rm-lora", "lora", "rows", "qlora-double", "moe", "bf16"))
 def test_a_second_engine_goes_on_bit_for_bit(ran: Ran, name: str) -> None:
     found = ran(name)["resumed"]
     assert found["same"]

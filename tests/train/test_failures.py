@@ -116,11 +116,25 @@ def test_a_loss_that_is_not_finite_is_one_error(run: Callable[..., tuple[int, st
         stands(tmp_path / "out", 1)
 
 
-@pytest.mark.slow
-def test_a_launchers_rank_that_hangs_names_the_collective(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    """torchrun's processes are not ours to look at: the one that waited says where, and torchrun ends the others."""
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("time.sleep(600)", SLEEPS),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "for rank 1, which does not answer: it is stopped",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_under_torchrun_a_hung_collective_names_the_same(
+    does: str, says: str, run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """Its processes are not ours to look at: they ask one another, and torchrun ends those that are left."""
     torchrun = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2")
-    code, err = run("fsdp", "time.sleep(600)", "--timeout", 8, launcher=torchrun)
+    code, err = run("fsdp", does, "--timeout", 8, launcher=torchrun)
     assert code, err
-    assert "mst-train: error: rank 0 waited 8 s in " in err
+    (told,) = re.findall(r"^mst-train: error: (.+)$", err, re.MULTILINE)
+    assert re.fullmatch(rf"rank 0 waited 8 s in [\w.()]+ \(.+\.py:\d+, in \w+\), {says}.*", told)
+    assert "hint: step 3 is saved, --resume goes on from it" in err
     stands(tmp_path / "out", 3)

@@ -170,13 +170,43 @@ def test_a_node_that_dies_ends_the_other_and_what_was_saved_stands(words: list[s
     assert checkpoint.verify(next(path for path in reversed(kept) if (path / "mst.json").exists())) == []
 
 
-def test_a_rank_that_hangs_on_another_node_is_named(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nfrom mst_core.engine import schedule\nlr = schedule.lr\n\n\n"
-        "def hang(step, **known):\n    if os.environ.get('RANK') == '1':\n        time.sleep(600)\n"
+def hanging(folder: Path, rank: int = 1, does: str = "time.sleep(600)") -> dict[str, str]:
+    """The environment of a run whose ``rank`` does something instead of a step."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal, time\nfrom mst_core.engine import schedule\nlr = schedule.lr\n\n\n"
+        f"def hang(step, **known):\n    if os.environ.get('RANK') == '{rank}':\n        {does}\n"
         "    return lr(step, **known)\n\n\nschedule.lr = hang\n"
     )
-    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "does", "says"),
+    [
+        (1, "time.sleep(600)", ", for rank 1, which stands in hang ("),
+        pytest.param(0, "time.sleep(600)", ", for rank 0, which stands in hang (", marks=pytest.mark.slow),
+        # The store is in the stopped process: nobody can ask.
+        pytest.param(0, "os.kill(os.getpid(), signal.SIGSTOP)", ", in summed)\n", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_in_a_cluster_is_named(
+    rank: int, does: str, says: str, words: list[str], tmp_path: Path
+) -> None:
+    env, port = hanging(tmp_path, rank, does), free_port()
+    asked = [*words, "--out", str(tmp_path / "out"), "--nproc", "2", "--timeout", "8"]
+    runs = start([asked, asked], tuple({**env, **slurm(i, port)} for i in range(2)))
+    try:
+        _, err = runs[1 - rank].communicate(timeout=200)
+        assert (runs[1 - rank].returncode, runs[rank].poll()) == (5, None), err  # srun would end it
+        assert f"mst-train: error: rank {1 - rank} waited 8 s in " in err
+        assert says in err
+    finally:
+        for run in runs:
+            run.kill()
+
+
+def test_a_rank_that_hangs_on_another_node_is_named(words: list[str], tmp_path: Path) -> None:
+    env = hanging(tmp_path)
     hand = ["--nodes", "2", "--nproc", "1", "--rendezvous", f"127.0.0.1:{free_port()}", "--timeout", "8"]
     asked = [*words, "--out", str(tmp_path / "out"), *hand]
     found = finish(start([[*asked, "--node-rank", "0"], [*asked, "--node-rank", "1"]], (env, env)))

@@ -16,8 +16,7 @@ from mst_core.spec import Spec
 Name = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
 """A source of rows (data/sources.py); from Python also a Path."""
 NO_QLORA = {
-    "fsdp": "fully_shard cuts weights along their rows, 4-bit ones have none: --engine plain, or deepspeed --zero 2",
-    "megatron": "megatron-core has no 4-bit layers: --engine plain, or deepspeed --zero 2",
+    "megatron": "megatron-core has no 4-bit layers: --engine plain, fsdp, or deepspeed --zero 2",
 }
 NO_ROWS = {
     "megatron": "the megatron engine trains no single rows of its embedding, which is cut over the ranks: "
@@ -202,7 +201,7 @@ class RunSpec(Spec):
     qlora: Literal["nf4", "nf4-double"] | None = Field(
         None,
         description="keep the weights under the adapter in 4 bits (bitsandbytes), nf4-double their scales in 8; plain, "
-        "deepspeed below --zero 3",
+        "fsdp, deepspeed below --zero 3",
     )
     lora_dora: bool = Field(
         False,

@@ -6,7 +6,8 @@
     stack-N   where it stands, written by faulthandler when it is sent SIGUSR1
     known     the error about a hung collective: which ranks waited, for whom, and where that one stands
 
-On several nodes the launching processes tell one another through the TCPStore of their rendezvous.
+On several nodes the launching processes tell one another through the TCPStore of their rendezvous. Ranks that another
+launcher started have no such folder: see asking.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import FrameSummary
 from typing import NoReturn
 
 from mst_core import cluster, console, resume
@@ -149,9 +151,14 @@ def _innermost(stack: Path) -> str | None:
     for thread in stack.read_text(errors="replace").split("\n\n"):
         frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', thread)
         if any(name == "_rank" for _, _, name in frames):
-            found = next((frame for frame in frames if "/torch/" not in frame[0]), frames[0])
-            return f"stands in {found[2]} ({_short(found[0])}:{found[1]})"
+            return standing([FrameSummary(path, int(line), name) for path, line, name in reversed(frames)])
     return None
+
+
+def standing(frames: Sequence[FrameSummary]) -> str:
+    """Where a thread stands: the innermost of ``frames`` (as traceback has them, outermost first) outside torch."""
+    found = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
+    return f"stands in {found.name} ({_short(found.filename)}:{found.lineno})"
 
 
 def explain(waiting: Mapping[int, str], standing: Mapping[int, str], timeout: float) -> RunError:

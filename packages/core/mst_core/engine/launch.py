@@ -87,7 +87,7 @@ def run_ranks(
     place = place or cluster.place(size)
     if place.as_rank:
         cluster.adopt(place)
-        result = _called(function, arguments, timeout)
+        result = _called(function, arguments, timeout, out)
     elif engine == "plain":
         return load(function)(*arguments)
     else:
@@ -97,23 +97,29 @@ def run_ranks(
     return result
 
 
-def _called(function: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+def _called(function: str, arguments: tuple[Any, ...], timeout: float, out: Path | None) -> Any:
     """On a rank that somebody else started: of an error that several ranks have, one of them speaks."""
+    from mst_core.engine import asking
+
     try:
-        return load(function)(*arguments)
+        with asking.Listener():
+            return load(function)(*arguments)
     except MstError as error:
         found = error
     except RuntimeError as error:
         if where := failures.waited_in(error):
-            found = failures.explain({cluster.rank(): where}, {}, timeout)
-        elif failures.ECHO.search(str(error)):
+            hung = asking.explanation(where, timeout)
+            if hung is None:
+                raise SystemExit(RunError.exit_code) from None
+            raise failures.with_checkpoint(hung, out) from None
+        if failures.ECHO.search(str(error)):
             time.sleep(2.0)  # who is gone may have something to say
             found = RunError(f"rank {cluster.rank()}: another rank is gone: {str(error).splitlines()[0]}")
         else:
             raise
     if not ranks.first_to_speak():
         raise SystemExit(found.exit_code)
-    raise found
+    raise failures.with_checkpoint(found, out)
 
 
 def run_on_cpu(function: str, size: int, *arguments: Any) -> Any:

@@ -3,7 +3,8 @@
 Every linear layer of the decoder becomes NF4, 16 levels times the largest magnitude of each 64 weights; nf4-double
 keeps those magnitudes in 8 bits. It is made from the directory's own weights when a run starts and is never written. A
 layer computes with the weights that its 4 bits mean, in bf16 or fp32 as --precision says. Embedding, norms and head
-stay fp32.
+stay fp32. A layer's 4 bits are a column of bytes, which fully_shard cuts and gathers as any other weight; its scales
+stay whole on each rank.
 """
 
 from __future__ import annotations
