@@ -55,9 +55,9 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         eval_units=Singles(evaluated.samples) if spec.unpaired else evaluated.samples,
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
-        notes={"preferences": loaded.preferences},
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
+        notes={"preferences": loaded.preferences},
     )
     return run.execute(job)
 
