@@ -20,11 +20,10 @@ from torch.nn import functional as F
 from mst_align import pairs, unpaired
 from mst_align.methods import UNPAIRED, choose
 from mst_core.data.render import Sample
-from mst_core.engine import divergence, loop
+from mst_core.engine import loop
 from mst_core.engine.plain import PlainEngine
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.runspec import RunSpec
-from mst_train.objective import SFT
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{loss: ("dpo", {"loss": loss}) for loss in pairs.DPO},
@@ -151,15 +150,6 @@ def test_answers_of_one_label_alone(name: str, given_rows: list[Row], good: bool
     assert all(value <= 0 if good else value >= 0 for row in gradients for value in row)
 
 
-@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=65, unique=True))
-def test_no_row_meets_its_own_answer(chosen: list[int]) -> None:
-    """TRL #1911: reversing an odd batch leaves the middle row with its own answer."""
-    turned = divergence._turned(chosen)
-    assert all(prompt != answer for prompt, answer in turned)
-    assert [prompt for prompt, _ in turned] == chosen
-    assert sorted(answer for _, answer in turned) == sorted(chosen)
-
-
 def samples(count: int, rows: int) -> list[loop.Unit]:
     """Units of random tokens: of pairs both answers after the same prompt."""
     generator = torch.Generator().manual_seed(7)
@@ -180,45 +170,36 @@ def samples(count: int, rows: int) -> list[loop.Unit]:
     return made
 
 
-class Trained:
-    """A policy that is not its reference, and its step on five units, which changes no weight."""
+def spec_of(rows: int, **options: Any) -> RunSpec:
+    fields = {"precision": "fp32", "global_batch": rows, "clip_grad": 0.0, "seq_length": 64, **options}
+    return RunSpec(model="m", data=(Path("d"),), out=Path("o"), **fields)
 
-    def __init__(self, model: Path, name: str) -> None:
+
+class Trained:
+    """A policy and another model as its reference; steps on five units that change no weight."""
+
+    def __init__(self, model: Path, reference: Path, name: str) -> None:
         self.objective = objective_of(name)
         self.units = samples(5, self.objective.rows)
-        self.spec = RunSpec(
-            model="m", data=(Path("d"),), out=Path("o"), precision="fp32", global_batch=5, micro_batch=5, clip_grad=0.0,
-            seq_length=64,
-        )  # fmt: skip
-        self.engine = PlainEngine(self.spec, model)
-        self.references = loop._references(self.engine, self.objective, self.units, self.spec, "reference")
-        self.before = self.divergence(self.spec)
-        learnt = [(answer,) for unit in self.units for answer in unit]
-        for _ in range(3):
-            self.engine.step(loop.micro_batches(learnt, self.engine, self.spec, None), SFT, 1e-3)
+        self.engine, self.other = (PlainEngine(spec_of(5), path) for path in (model, reference))
 
-    def divergence(self, spec: RunSpec) -> divergence.Divergence | None:
-        return loop._divergence(self.engine, self.objective, self.units, [range(5)], spec, "divergence")
-
-    def step(self, order: Sequence[int], size: int, ranks: int, padding: int) -> tuple[dict[str, float], torch.Tensor]:
-        """Values and gradient. KTO's z goes by the order of the rows: it is taken before they change places."""
-        spec = self.spec.model_copy(update={"micro_batch": size})
-        kl = None
-        if now := self.divergence(spec):
-            assert self.before is not None
-            kl = (now._reference[0] - self.before._reference[0]) / 5
-            assert kl > 0.1
-        units = [self.units[index] for index in order]
+    def step(
+        self, units: Sequence[loop.Unit], size: int = 5, ranks: int = 1, padding: int = 0
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """Values and gradient over the micro-batches of all ranks, each with ``padding`` more tokens."""
         batches: list[Batch] = []
+        spec = spec_of(5).model_copy(update={"micro_batch": size})  # sizes that do not divide five too
         self.engine.dp_size = ranks
         for self.engine.dp_rank in range(ranks):
-            batches += loop.micro_batches(units, self.engine, spec, loop._pick(self.references, order), kl)
+            batches += loop.micro_batches(units, self.engine, spec, None, 0.4)
         self.engine.dp_rank, self.engine.dp_size = 0, 1
-        batches = [
-            replace(b, tokens_BT=F.pad(b.tokens_BT, (0, padding), value=7), mask_BT=F.pad(b.mask_BT, (0, padding)))
-            for b in batches
-        ]
-        values = self.engine.step(batches, self.objective, 0.0)
+        made = []
+        for batch in batches:
+            parts = (F.pad(part, (0, padding), value=fill) for part, fill in ((batch.tokens_BT, 7), (batch.mask_BT, 0)))
+            padded = Batch(*parts, batch.lengths_B, batch.extra)
+            reference_B = self.objective.answers(self.other.score(padded), padded)
+            made.append(replace(padded, extra={**batch.extra, "ref_logp_B": reference_B}))
+        values = self.engine.step(made, self.objective, 0.0)
         return values, torch.cat([p.grad.flatten() for _, p in self.engine.trained if p.grad is not None])
 
 
@@ -229,8 +210,8 @@ def trained(tiny_hf: Callable[..., Path]) -> Callable[[str], tuple[Trained, Any]
 
     def make(name: str) -> tuple[Trained, Any]:
         if name not in made:
-            one = Trained(tiny_hf("llama", num_hidden_layers=1), name)
-            made[name] = (one, one.step(range(5), 5, 1, 0))
+            one = Trained(*(tiny_hf("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1)), name)
+            made[name] = (one, one.step(one.units))
         return made[name]
 
     return make
@@ -244,17 +225,38 @@ def test_a_step_of_the_plain_engine_is_one_step(
 ) -> None:
     """However many rows a micro-batch has, how many are accumulated, how many ranks take them in turn."""
     one, (values, gradient) = trained(name)
-    others, turned = one.step(order, size, ranks, padding)
+    others, turned = one.step([one.units[index] for index in order], size, ranks, padding)
     assert others == pytest.approx(values, rel=1e-4, abs=1e-5)
-    torch.testing.assert_close(turned, gradient, atol=2e-6, rtol=1e-4)
-    assert float(gradient.abs().max()) > 1e-3
+    largest = float(gradient.abs().max())
+    assert largest > 1e-2
+    torch.testing.assert_close(turned, gradient, atol=1e-5 * largest, rtol=1e-4)
 
 
 @pytest.mark.parametrize("good", [True, False])
 def test_a_step_of_one_label_on_the_engine(trained: Callable[[str], tuple[Trained, Any]], good: bool) -> None:
     one, _ = trained("kto")
-    alike = [tuple(replace(sample, desirable=good) for sample in unit) for unit in one.units]
-    batches = loop.micro_batches(alike, one.engine, one.spec, one.references, 0.3)
-    values = one.engine.step(batches, one.objective, 0.0)
+    values, gradient = one.step([tuple(replace(sample, desirable=good) for sample in unit) for unit in one.units])
     assert all(map(math.isfinite, values.values()))
+    assert bool(gradient.isfinite().all())
     assert ("rewards/chosen" in values, "rewards/rejected" in values) == (good, not good)
+
+
+def test_no_prompt_meets_its_own_answer(tiny_hf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """KTO's mismatched rows, of steps of any size. TRL #1911: an odd batch reversed leaves its middle row as it is."""
+    engine, seen = PlainEngine(spec_of(2), tiny_hf("llama", num_hidden_layers=1)), []
+    score = engine.score
+
+    def watched(batch: Batch, **given: Any) -> torch.Tensor:
+        seen.extend((int(row[0]) - 10, int(row[2]) - 100) for row in batch.tokens_BT)
+        return score(batch, **given)
+
+    monkeypatch.setattr(engine, "score", watched)
+    for count in range(2, 10):
+        seen.clear()
+        units = [(Sample([10 + i, 3, 100 + i, 2], [0, 0, 1, 1], desirable=True),) for i in range(count)]
+        loop.fit(engine, objective_of("kto"), units, spec_of(count, steps=1), None)
+        turned = sorted((prompt, answer) for prompt, answer in seen if prompt != answer)
+        # Once under the reference, once under the policy: each prompt, and each answer.
+        assert turned[::2] == turned[1::2]
+        assert [prompt for prompt, _ in turned[::2]] == list(range(count))
+        assert sorted(answer for _, answer in turned[::2]) == list(range(count))

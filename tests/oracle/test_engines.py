@@ -59,10 +59,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 QUICK = (
     *(f"fsdp/{kind}" for kind in KINDS),
-    "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero3/ipo", "zero2/refuse", "zero2/bf16", "zero3/dora",
+    "zero0/sft-2", "zero0/refuse", "zero1/sft-1", "zero2/dpo", "zero2/refuse", "zero2/bf16", "zero3/dora",
     "zero2/qlora", "zero3/moe-lora",
     "zero3/sft-1", "zero3/moe",
-    "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora",
+    "zero3/recompute", "zero3/lora", "zero3/refuse", "zero3/bf16-lora", "zero3/ipo",
 )  # fmt: skip
 NOT = {"zero0": ("bf16", "bf16-lora"), "fsdp": ("qlora",), "zero3": ("qlora",), "zero3-offload": ("qlora",)}
 """Refused in the plan."""
