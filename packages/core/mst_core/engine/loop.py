@@ -63,6 +63,8 @@ def fit(
     eval_divergence = _divergence(engine, objective, eval_units, everything, spec, "divergence of the evaluation rows")
     start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
+    if eval_units and not start:
+        done.before = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
     with (
         Metrics(staging, start, spec) as metrics,
         _stop_on_sigterm() as asked,
@@ -70,7 +72,6 @@ def fit(
         saves or nullcontext(),
     ):
         if eval_units and not start:
-            done.before = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
             metrics.log(0, {f"eval/{name}": value for name, value in done.before.items()})
         for step, chosen in zip(range(start, steps), order.batches(spec.global_batch, start=start), strict=False):
             rate = schedule.lr(
