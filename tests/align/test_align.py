@@ -111,7 +111,7 @@ def test_two_ranks_that_meet_different_numbers_of_pairs(
     model, settings = tiny_hf("llama"), {"epochs": 1, "eval_data": (data,)}
     plain = align(model, data, tmp_path / "plain", **settings)
     sharded = align(model, data, tmp_path / "fsdp", engine="fsdp", nproc=2, **settings)
-    for name in ("first_loss", "loss", "eval/loss", "rewards/margin"):
+    for name in ("first_loss", "loss", "eval/loss", "rewards/margin", "grad_norm"):
         assert sharded[name] == pytest.approx(plain[name], abs=1e-5), name
 
 

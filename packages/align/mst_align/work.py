@@ -58,9 +58,9 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         eval_units=units(spec, evaluated),
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
-        notes={"preferences": loaded.preferences},
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
+        notes={"preferences": loaded.preferences},
     )
     return run.execute(job)
 

@@ -63,6 +63,8 @@ def fit(
     eval_divergence = _divergence(engine, objective, eval_units, everything, spec, "divergence of the evaluation rows")
     start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
+    if eval_units and not start:
+        done.before = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
     with (
         Metrics(staging, start, spec) as metrics,
         _stop_on_sigterm() as asked,
@@ -70,8 +72,7 @@ def fit(
         saves or nullcontext(),
     ):
         if eval_units and not start:
-            done.before = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
-            metrics.log(0, _measured(done.before))
+            metrics.log(0, {f"eval/{name}": value for name, value in done.before.items()})
         for step, chosen in zip(range(start, steps), order.batches(spec.global_batch, start=start), strict=False):
             rate = schedule.lr(
                 step, steps=steps, peak=spec.lr, floor=spec.min_lr, warmup=warmup, schedule=spec.schedule
@@ -90,7 +91,7 @@ def fit(
             measure = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
             if measure:
                 done.evaluation = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
-                values |= _measured(done.evaluation)
+                values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
             done.first, done.last = done.first or values, values
             if last or measure or step % spec.log_every == 0:
                 values["memory_gb"] = engine.agree(meter.memory()) / 1e9
@@ -134,10 +135,6 @@ def evaluate(
     means = {name: sums[name] / weights[name] for name in sums if weights[name]}
     loss = sum(coefficients[name] * value for name, value in means.items())
     return {**means, "loss": loss}
-
-
-def _measured(evaluation: dict[str, float]) -> dict[str, float]:
-    return {f"eval/{name}": value for name, value in evaluation.items()}
 
 
 def micro_batches(

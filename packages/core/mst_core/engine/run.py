@@ -109,20 +109,6 @@ def execute(job: Job) -> dict[str, Any]:
     return result
 
 
-def _compare(done: Fit) -> None:
-    """Show the evaluation rows before the first step and after the last one."""
-    before, after = done.before, done.evaluation
-    # Where the loss has one part, that part is the loss under another name.
-    names = [name for name in after if (before.get(name), after[name]) != (before.get("loss"), after["loss"])]
-    rows = [
-        (name, *(f"{value:11.4f}" for value in (before[name], after[name])), f"{after[name] - before[name]:+11.4f}")
-        for name in (["loss", *names] if after else ())
-        if name in before
-    ]
-    if rows:
-        console.table("evaluation rows", rows, ("", *(f"{title:>11}" for title in ("before", "after", "change"))))
-
-
 def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]:
     if engine.rank:
         return nullcontext()
@@ -250,3 +236,17 @@ def _commit(job: Job, staging: Staging, parents: list[Parent], done: Fit, step: 
             "evaluation": done.evaluation,
         },
     )
+
+
+def _compare(done: Fit) -> None:
+    """Show the evaluation rows before the first step and after the last one."""
+    before, after = done.before, done.evaluation
+    # Where the loss has one part, that part is the loss under another name.
+    names = [name for name in after if (before.get(name), after[name]) != (before.get("loss"), after["loss"])]
+    rows = [
+        (name, *(f"{value:11.4f}" for value in (before[name], after[name])), f"{after[name] - before[name]:+11.4f}")
+        for name in (["loss", *names] if after else ())
+        if name in before
+    ]
+    if rows:
+        console.table("evaluation rows", rows, ("", *(f"{title:>11}" for title in ("before", "after", "change"))))
