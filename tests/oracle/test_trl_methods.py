@@ -17,6 +17,7 @@ import torch
 from mst_align import pairs, unpaired
 from mst_align.methods import choose
 from mst_core.data import shapes
+from mst_core.data.order import Order
 from mst_core.data.render import load_tokenizer
 from mst_core.engine import loop
 from mst_core.engine.plain import PlainEngine
@@ -39,6 +40,13 @@ def reference(tiny_hf: Callable[..., Path]) -> Path:
     return tiny_hf("llama", template=TEMPLATE, seed=1)
 
 
+class Stands(Order):
+    """The rows as they stand."""
+
+    def epoch(self, number: int) -> list[int]:
+        return list(range(self.count))
+
+
 def spec_of(model: Path) -> RunSpec:
     return RunSpec(
         model=str(model), data=(Path("d"),), out=Path("o"), precision="fp32", micro_batch=8, global_batch=8,
@@ -50,14 +58,10 @@ def first_step(model: Path, reference: Path, objective: Objective, units: list[l
     """One step of mst on all rows at once."""
     spec, ref = spec_of(model), PlainEngine(spec_of(reference), reference)
     engine = PlainEngine(spec, model)
-    references = loop._references(ref, objective, units, spec, "reference")
-    kl = None
-    if objective.divergence:
-        made = [loop._divergence(e, objective, units, [range(len(units))], spec, "kl") for e in (ref, engine)]
-        assert made[0] is not None
-        assert made[1] is not None
-        kl = max(0.0, (made[1]._reference[0] - made[0]._reference[0]) / len(units))
-    return engine.step(loop.micro_batches(units, engine, spec, references, kl), objective, spec.lr)
+    found = loop.refer(ref, objective, units, (), spec, Stands(len(units), 0))
+    divergence = loop._divergence(engine, units, found.totals, spec, Stands(len(units), 0))
+    batches = loop.micro_batches(units, engine, spec, found.logp_NR, divergence.of(0) if divergence else None)
+    return engine.step(batches, objective, spec.lr)
 
 
 def at_once(folder: Path) -> dict[str, Any]:

@@ -78,9 +78,10 @@ class FsdpEngine(HFEngine):
                 parts.append(state_files.Part(name, (rows, columns), first, 0, local, updates))
         return parts
 
-    def close(self) -> None:
+    def close(self, *, stay: bool = False) -> None:
         """Leave the world."""
-        ranks.leave()
+        if not stay:
+            ranks.leave()
 
     def _sum(self, values: dict[str, float]) -> dict[str, float]:
         return ranks.summed(values, self.device)
