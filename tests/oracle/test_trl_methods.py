@@ -6,6 +6,7 @@ one, both numbers stand here.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch
 
 from mst_align import pairs, unpaired
 from mst_align.methods import choose
+from mst_align.plan import plan
+from mst_align.spec import AlignSpec
+from mst_align.work import work
 from mst_core.data import shapes
 from mst_core.data.order import Order
 from mst_core.data.render import load_tokenizer
@@ -151,6 +155,59 @@ def test_single_answers(model: Path, reference: Path, tmp_path: Path, method: An
     step = history(trainer)[0]
     if method == "kto":
         assert found["kl"] == pytest.approx(step["kl"], rel=1e-5)
+    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+
+
+def rows_in(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def aligned(
+    model: Path, reference: Path, folder: Path, rows: list[dict[str, Any]], **more: Any
+) -> list[dict[str, Any]]:
+    """What mst-align --reference says of each step."""
+    given = AlignSpec(
+        model=str(model), reference=str(reference), data=(rows_in(folder, rows),), out=folder / "out",
+        cache=folder / "cache", precision="fp32", micro_batch=8, global_batch=8, seq_length=256, beta=0.3, lr=1e-3,
+        warmup=0, schedule="constant", **more,
+    )  # fmt: skip
+    work(given, plan(given))
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_a_reference_of_its_own(model: Path, reference: Path, tmp_path: Path) -> None:
+    """The whole of mst-align --reference against DPOTrainer with ref_model: three steps, each of all rows."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    trainer = DPOTrainer(
+        load(model), load(reference), DPOConfig(**at_once(tmp_path / "trl") | {"max_steps": 3}, beta=0.3),
+        train_dataset=Dataset.from_list(PAIR_ROWS), processing_class=load_tokenizer(model),
+    )  # fmt: skip
+    found = aligned(model, reference, tmp_path, PAIR_ROWS, steps=3)
+    for ours, theirs in zip(found, history(trainer), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["rewards/margin"] == pytest.approx(theirs["rewards/margins"], abs=2e-6)
+
+
+def test_a_kto_run_with_a_reference_of_its_own(model: Path, reference: Path, tmp_path: Path) -> None:
+    """One step: TRL gets the rows of it backwards, as above."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    (found,) = aligned(model, reference, tmp_path, JUDGED_ROWS, method="kto", steps=1)
+    met = [JUDGED_ROWS[index] for index in Order(8, 0).epoch(0)]
+    trainer = KTOTrainer(
+        model=load(model), ref_model=load(reference),
+        args=KTOConfig(**at_once(tmp_path / "trl") | {"train_sampling_strategy": "sequential"}, beta=0.3),
+        train_dataset=Dataset.from_list(met[::-1]), processing_class=load_tokenizer(model),
+    )  # fmt: skip
+    (step,) = history(trainer)
+    assert found["kl"] == pytest.approx(step["kl"], rel=1e-5)
     assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
     assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mst_align import pairs, unpaired
 from mst_align.methods import Chosen
+from mst_align.plan import AlignPlan
 from mst_align.spec import AlignSpec
 from mst_core import console, devices, remote
 from mst_core.data import load
@@ -14,7 +15,6 @@ from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import Source, taken
 from mst_core.engine import grow, launch, run
 from mst_core.engine.batches import Singles
-from mst_core.runplan import RunPlan
 from mst_core.spec import Result
 
 Rows = load.Loaded[Any]
@@ -22,7 +22,7 @@ BALANCED = (1.0, 4 / 3)
 """KTO, arXiv 2402.01306, eq. 9: weight times number of the good answers, over that of the bad ones."""
 
 
-def work(spec: AlignSpec, plan: RunPlan) -> Result:
+def work(spec: AlignSpec, plan: AlignPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
     if made := remote.left(spec):
         return made
@@ -38,7 +38,7 @@ def work(spec: AlignSpec, plan: RunPlan) -> Result:
     return Result(text=spec.remote or str(spec.out), data=done)
 
 
-def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
+def rank(spec: AlignSpec, plan: AlignPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
     """What each rank runs, on the rows that were rendered once for all of them."""
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
@@ -51,13 +51,14 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         eval_units=Singles(evaluated.samples) if spec.unpaired else evaluated.samples,
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
+        reference=plan.reference_dir,
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
     )
     return run.execute(job)
 
 
-def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Rows, Rows]:
+def rows(spec: AlignSpec, plan: AlignPlan) -> tuple[Rows, Rows]:
     """The training and evaluation rows: pairs, or judged answers."""
     renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
     cache = load.Cache(spec.cache, plan.model_dir)
