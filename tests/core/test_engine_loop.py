@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_gradients_do_not_depend_on_micro_batches(model: Path, objective: Object
     for micro in (1, 2, 4):
         spec = spec_of(micro_batch=micro, clip_grad=0.0)
         engine = PlainEngine(spec, model)
-        references = loop._references(engine, objective, units, spec, "reference")
+        references = loop.refer(engine, objective, units, (), spec).logp_NR if objective.reference else None
         batches = loop.micro_batches(units, engine, spec, references)
         assert len(batches) == -(-7 // micro)
         values = engine.step(batches, objective, spec.lr)
@@ -78,26 +78,43 @@ def test_gradients_do_not_depend_on_micro_batches(model: Path, objective: Object
         torch.testing.assert_close(gradient, found[0][1], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_computes_the_references_it_meets_and_no_others(model: Path, size: int) -> None:
-    units, spec = units_of(7, 2), spec_of(micro_batch=size)
-    engine = PlainEngine(spec, model)
-    whole = loop._references(engine, DPO, units, spec, "reference") or []
-    first = [6, 0, 3, 4]
-    for ranks in (1, 2, 3):
-        shares = []
-        for rank in range(ranks):
-            engine.dp_rank, engine.dp_size = rank, ranks
-            shares.append(loop._mine([first, [1, 5]], engine.dp_rank, engine.dp_size, spec))
-            known = {float(found) for i in shares[-1] for found in whole[i]}
-            for batch in loop.micro_batches([units[i] for i in first], engine, spec, [whole[i] for i in first]):
-                assert set(batch.extra["ref_logp_B"][batch.mask_BT.sum(1) > 0].tolist()) <= known
-        assert sorted(index for share in shares for index in share) == [0, 1, 3, 4, 5, 6]
-    engine.dp_rank, engine.dp_size = 0, 1
-    some = loop._references(engine, DPO, units, spec, "reference", [{1, 4}]) or []
-    for index, found in enumerate(some):
-        expected = whole[index] if index in (1, 4) else torch.zeros(2)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+class Watched(PlainEngine):
+    """What it is asked to score, and to learn."""
+
+    def __init__(self, spec: RunSpec, model_dir: Path) -> None:
+        super().__init__(spec, model_dir)
+        self.scored: list[Batch] = []
+        self.learnt: list[Batch] = []
+
+    def score(self, batch: Batch, *, reference: bool = False) -> torch.Tensor:
+        self.scored.append(batch)
+        return super().score(batch, reference=reference)
+
+    def step(self, micro_batches: Sequence[Batch], objective: Objective, lr: float) -> dict[str, float]:
+        self.learnt += micro_batches
+        return super().step(micro_batches, objective, lr)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_the_reference_is_scored_once_as_the_first_epoch_meets_it(
+    model: Path, staging: checkpoint.Staging, lora: int | None
+) -> None:
+    """In the same micro-batches, so that the first step's ratios are exactly 0, not some roundings of it."""
+    spec = spec_of(micro_batch=2, steps=5, lora_rank=lora, warmup=0)
+    engine = Watched(spec, model)
+    done = loop.fit(engine, DPO, units_of(7, 2), spec, staging)
+    assert len(engine.scored) == 4  # 7 pairs, in steps of 4 and 3
+    for scored, learnt in zip(engine.scored, engine.learnt, strict=False):
+        assert torch.equal(scored.tokens_BT, learnt.tokens_BT)
+    assert (done.first["rewards/margin"], done.first["rewards/chosen"]) == (0.0, 0.0)
+    assert done.first["loss"] == float(torch.tensor(2.0).log())
+
+
+def test_only_rows_that_are_met_are_scored(model: Path, staging: checkpoint.Staging) -> None:
+    spec = spec_of(steps=1)
+    engine = Watched(spec, model)
+    loop.fit(engine, DPO, units_of(7, 2), spec, staging)
+    assert len(engine.scored) == 4
 
 
 def test_filling_up_changes_nothing(model: Path) -> None:

@@ -67,7 +67,7 @@ def each(data: list[dict[str, Any]]) -> Iterator[rows.Row]:
 
 
 def losses(
-    model: Path, objective: Objective, units: list[loop.Unit], references: list[torch.Tensor] | None = None
+    model: Path, objective: Objective, units: list[loop.Unit], references: torch.Tensor | None = None
 ) -> list[dict[str, float]]:
     """Three steps of mst on all rows, in micro-batches of two."""
     spec = RunSpec(
@@ -123,7 +123,7 @@ def test_dpo_losses_are_those_of_trl(model: Path, reference: Path, tmp_path: Pat
     make, objective = renderer(model), of_pairs(choose("dpo", {"beta": 0.1}))
     units = [make.pair(shapes.pair(row), row.where) for row in each(PAIR_ROWS)]
     spec = RunSpec(model=str(reference), data=(Path("d"),), out=Path("o"), precision="fp32")
-    references = loop._references(PlainEngine(spec, reference), objective, units, spec, "reference")
+    references = loop.refer(PlainEngine(spec, reference), objective, units, (), spec).logp_NR
     theirs, ours = history(trainer), losses(model, objective, units, references)
     assert abs(ours[0]["loss"] - 0.693147) > 1e-3
     for name, their_name in (

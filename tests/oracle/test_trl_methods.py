@@ -6,6 +6,7 @@ one, both numbers stand here.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,11 @@ import torch
 
 from mst_align import pairs, rewards, unpaired
 from mst_align.methods import choose
+from mst_align.plan import plan
+from mst_align.spec import AlignSpec
+from mst_align.work import work
 from mst_core.data import shapes
+from mst_core.data.order import Order
 from mst_core.data.render import load_tokenizer
 from mst_core.engine import loop
 from mst_core.engine.plain import PlainEngine
@@ -39,6 +44,13 @@ def reference(tiny_hf: Callable[..., Path]) -> Path:
     return tiny_hf("llama", template=TEMPLATE, seed=1)
 
 
+class Stands(Order):
+    """The rows as they stand."""
+
+    def epoch(self, number: int) -> list[int]:
+        return list(range(self.count))
+
+
 def spec_of(model: Path) -> RunSpec:
     return RunSpec(
         model=str(model), data=(Path("d"),), out=Path("o"), precision="fp32", micro_batch=8, global_batch=8,
@@ -50,14 +62,10 @@ def first_step(model: Path, reference: Path, objective: Objective, units: list[l
     """One step of mst on all rows at once."""
     spec, ref = spec_of(model), PlainEngine(spec_of(reference), reference)
     engine = PlainEngine(spec, model)
-    references = loop._references(ref, objective, units, spec, "reference")
-    kl = None
-    if objective.divergence:
-        made = [loop._divergence(e, objective, units, [range(len(units))], spec, "kl") for e in (ref, engine)]
-        assert made[0] is not None
-        assert made[1] is not None
-        kl = max(0.0, (made[1]._reference[0] - made[0]._reference[0]) / len(units))
-    return engine.step(loop.micro_batches(units, engine, spec, references, kl), objective, spec.lr)
+    found = loop.refer(ref, objective, units, (), spec, Stands(len(units), 0))
+    divergence = loop._divergence(engine, units, found.totals, spec, Stands(len(units), 0))
+    batches = loop.micro_batches(units, engine, spec, found.logp_NR, divergence.of(0) if divergence else None)
+    return engine.step(batches, objective, spec.lr)
 
 
 def at_once(folder: Path) -> dict[str, Any]:
@@ -147,6 +155,59 @@ def test_single_answers(model: Path, reference: Path, tmp_path: Path, method: An
     step = history(trainer)[0]
     if method == "kto":
         assert found["kl"] == pytest.approx(step["kl"], rel=1e-5)
+    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+
+
+def rows_in(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def aligned(
+    model: Path, reference: Path, folder: Path, rows: list[dict[str, Any]], **more: Any
+) -> list[dict[str, Any]]:
+    """What mst-align --reference says of each step."""
+    given = AlignSpec(
+        model=str(model), reference=str(reference), data=(rows_in(folder, rows),), out=folder / "out",
+        cache=folder / "cache", precision="fp32", micro_batch=8, global_batch=8, seq_length=256, beta=0.3, lr=1e-3,
+        warmup=0, schedule="constant", **more,
+    )  # fmt: skip
+    work(given, plan(given))
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_a_reference_of_its_own(model: Path, reference: Path, tmp_path: Path) -> None:
+    """The whole of mst-align --reference against DPOTrainer with ref_model: three steps, each of all rows."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    trainer = DPOTrainer(
+        load(model), load(reference), DPOConfig(**at_once(tmp_path / "trl") | {"max_steps": 3}, beta=0.3),
+        train_dataset=Dataset.from_list(PAIR_ROWS), processing_class=load_tokenizer(model),
+    )  # fmt: skip
+    found = aligned(model, reference, tmp_path, PAIR_ROWS, steps=3)
+    for ours, theirs in zip(found, history(trainer), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["rewards/margin"] == pytest.approx(theirs["rewards/margins"], abs=2e-6)
+
+
+def test_a_kto_run_with_a_reference_of_its_own(model: Path, reference: Path, tmp_path: Path) -> None:
+    """One step: TRL gets the rows of it backwards, as above."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    (found,) = aligned(model, reference, tmp_path, JUDGED_ROWS, method="kto", steps=1)
+    met = [JUDGED_ROWS[index] for index in Order(8, 0).epoch(0)]
+    trainer = KTOTrainer(
+        model=load(model), ref_model=load(reference),
+        args=KTOConfig(**at_once(tmp_path / "trl") | {"train_sampling_strategy": "sequential"}, beta=0.3),
+        train_dataset=Dataset.from_list(met[::-1]), processing_class=load_tokenizer(model),
+    )  # fmt: skip
+    (step,) = history(trainer)
+    assert found["kl"] == pytest.approx(step["kl"], rel=1e-5)
     assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
     assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
 

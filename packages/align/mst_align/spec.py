@@ -22,6 +22,11 @@ class AlignSpec(RunSpec):
         description="of pairs: dpo; without a reference orpo, simpo, cpo; of single answers with a label: kto, "
         "apo-zero-unpaired; rm: a reward model of pairs",
     )
+    reference: str | None = Field(
+        None,
+        description="dpo, kto, apo-zero-unpaired: the model to compare with, with the tokenizer of --model (default: "
+        "--model as it comes in)",
+    )
     loss: PairLossName | None = Field(None, description="dpo: which of its losses (default: sigmoid)")
     beta: float | None = Field(
         None,
@@ -66,6 +71,10 @@ class AlignSpec(RunSpec):
             raise ValueError("--method kto needs a --global-batch of 2 or more: it compares each row with another")
         if self.method == "rm" and self.truncate == "right":
             raise ValueError("--truncate right cuts the token whose score --method rm learns: prompt-left, or error")
+        if self.reference is not None and not self.chosen.needs_reference:
+            raise ValueError(f"--reference means nothing to --method {self.method}, which compares with no other model")
+        if self.reference is not None and self.add_tokens:
+            raise ValueError("--reference and --add-tokens: the reference has no probability for new tokens")
         return self
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from mst_align import pairs, rewards, scalar_base, unpaired
 from mst_align.methods import Chosen
+from mst_align.plan import AlignPlan
 from mst_align.rewards import LastTokens
 from mst_align.spec import AlignSpec
 from mst_core import console, devices, remote
@@ -15,7 +16,6 @@ from mst_core.data.render import Renderer, Sample, load_tokenizer
 from mst_core.data.sources import Source, taken
 from mst_core.engine import grow, launch, run
 from mst_core.engine.batches import Singles
-from mst_core.runplan import RunPlan
 from mst_core.spec import Result
 
 Rows = load.Loaded[Any]
@@ -25,7 +25,7 @@ WITH_MARGINS: tuple[str, ...] = ("rm",)
 """Methods that read the margins of pairs."""
 
 
-def work(spec: AlignSpec, plan: RunPlan) -> Result:
+def work(spec: AlignSpec, plan: AlignPlan) -> Result:
     """Refuse bad rows before any process starts, then align."""
     if made := remote.left(spec):
         return made
@@ -45,7 +45,7 @@ def work(spec: AlignSpec, plan: RunPlan) -> Result:
     return Result(text=spec.remote or str(spec.out), data=done)
 
 
-def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
+def rank(spec: AlignSpec, plan: AlignPlan, loaded: Rows, evaluated: Rows) -> dict[str, Any]:
     """What each rank runs, on the rows that were rendered once for all of them."""
     effective = {"seq_length": plan.seq_length, "precision": spec.precision or devices.precision()}
     job = run.Job(
@@ -58,6 +58,7 @@ def rank(spec: AlignSpec, plan: RunPlan, loaded: Rows, evaluated: Rows) -> dict[
         eval_units=units(spec, evaluated),
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
+        reference=plan.reference_dir,
         order=loaded.order(spec.seed, spec.num_samples),
         rejected=loaded.rejects() + evaluated.rejects(),
         notes={"preferences": loaded.preferences},
@@ -77,7 +78,7 @@ def units(spec: AlignSpec, loaded: Rows) -> Sequence[tuple[Sample, ...]]:
     return Singles(loaded.samples) if spec.unpaired else loaded.samples
 
 
-def rows(spec: AlignSpec, plan: RunPlan) -> tuple[Rows, Rows]:
+def rows(spec: AlignSpec, plan: AlignPlan) -> tuple[Rows, Rows]:
     """The training and evaluation rows: pairs, or judged answers."""
     renderer = Renderer(load_tokenizer(plan.model_dir), plan.seq_length, spec.truncate)
     cache = load.Cache(spec.cache, plan.model_dir)

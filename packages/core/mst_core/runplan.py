@@ -96,24 +96,10 @@ def plan_run(
     if spec.out.absolute() == model_dir.absolute():
         raise InputError("--out is the model itself", where=spec.out, hint="choose another --out")
     layout = layout_of(model_dir)
-    if (model_dir / manifest.NAME).exists():
-        manifest.read(model_dir)  # one that was edited is refused now, not after the last step
     engine = engine_for(spec, layout, model_dir)
-    hf = model_dir / "hf" if layout == "megatron" else model_dir
+    model = check_model(spec, engine, layout, model_dir, scores=scores)
+    hf, family = render.tokenizer_dir(model_dir), model.family
     config = tensors.config(hf)
-    model = open_model(model_dir, layout)
-    family = model.family
-    if model.scores and not scores:
-        hint = "mst-align --method rm trains one; give the language model that it was made of"
-        raise InputError("is a reward model, which gives tokens no probability", where=model_dir, hint=hint)
-    if layout == "hf":
-        _check_tensors(tensors.headers(model_dir), model, model_dir)
-    if engine == "megatron":
-        groups = family.megatron(config, str(hf / "config.json"))
-        if "softmax_type" in groups["transformer"] or family.carried:
-            what = f"the megatron engine does not train {family.architecture} yet (attention sinks, images)"
-            raise InputError(what, where=model_dir, hint=f"mst-convert --model {model_dir} --to hf, and --engine plain")
-        check_layout(model, spec, model_dir)
     if spec.lora_rank is not None:
         check_lora(model, spec)
     if spec.add_tokens:
@@ -154,6 +140,27 @@ def plan_run(
         eval_sources=eval_data,
         nodes=(spec.nodes, spec.rendezvous) if spec.print_launch else None,
     )
+
+
+def check_model(spec: RunSpec, engine: str, layout: str, model_dir: Path, *, scores: bool = False) -> families.Model:
+    """What its files say. Raises InputError for a directory that the engine cannot hold, and for a reward model unless
+    one is wanted (``scores``)."""
+    if (model_dir / manifest.NAME).exists():
+        manifest.read(model_dir)  # one that was edited is refused now, not after the last step
+    model = open_model(model_dir, layout)
+    if model.scores and not scores:
+        hint = "mst-align --method rm trains one; give the language model that it was made of"
+        raise InputError("is a reward model, which gives tokens no probability", where=model_dir, hint=hint)
+    if layout == "hf":
+        _check_tensors(tensors.headers(model_dir), model, model_dir)
+    if engine == "megatron":
+        hf, family = render.tokenizer_dir(model_dir), model.family
+        groups = family.megatron(tensors.config(hf), str(hf / "config.json"))
+        if "softmax_type" in groups["transformer"] or family.carried:
+            what = f"the megatron engine does not train {family.architecture} yet (attention sinks, images)"
+            raise InputError(what, where=model_dir, hint=f"mst-convert --model {model_dir} --to hf, and --engine plain")
+        check_layout(model, spec, model_dir)
+    return model
 
 
 def _layout(spec: RunSpec, engine: str) -> str:

@@ -9,6 +9,12 @@ from typing import Any
 
 from mst_core import families, manifest, tensors
 from mst_core.errors import InputError, SettingsError
+from mst_core.files import TOKENIZER_FILES
+
+FAST = "tokenizer.json"
+WRITE = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one"
+BESIDE = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
+"""Files of a tokenizer that say nothing of its tokens' numbers."""
 
 
 def asked(given: Sequence[str]) -> list[str]:
@@ -55,16 +61,42 @@ def added(model_dir: Path) -> tuple[list[str], list[int]]:
 
 def check(tokens: Sequence[str], hf: Path) -> None:
     """InputError for tokens that the tokenizer in ``hf`` has already: their rows would be trained ones."""
-    path = hf / "tokenizer.json"
+    path = hf / FAST
     if not path.is_file():
-        what = "has no tokenizer.json, so its tokenizer cannot be given tokens"
-        raise InputError(what, where=hf, hint="AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one")
-    content = tensors.read_json(path)
-    model: Any = content.get("model") or {}
-    vocab = model.get("vocab") or {}
-    known = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
-    known |= {entry["content"] for entry in content.get("added_tokens") or []}
+        what = f"has no {FAST}, so its tokenizer cannot be given tokens"
+        raise InputError(what, where=hf, hint=WRITE)
+    known = set(_numbers(path).values())
     if there := [token for token in tokens if token in known]:
         are = "is" if len(there) == 1 else "are"
         what = f"--add-tokens: {', '.join(map(repr, there[:5]))} {are} in the tokenizer already"
         raise InputError(what, where=path, hint="leave them out")
+
+
+def check_same(hf: Path, other: Path) -> None:
+    """InputError where a number is one token to the tokenizer in ``hf`` and another one, or none, to that in ``other``.
+
+    Without tokenizer.json, the files that a tokenizer reads its tokens from must be the same.
+    """
+    fast = all((folder / FAST).is_file() for folder in (hf, other))
+    names = [FAST] if fast else [name for name in TOKENIZER_FILES if name not in BESIDE]
+    held = [[(folder / name).read_bytes() for name in names if (folder / name).is_file()] for folder in (hf, other)]
+    if held[0] == held[1]:
+        return
+    if not fast:
+        what = f"cannot be compared with the tokenizer in {hf}: one of them has no {FAST}"
+        raise InputError(what, where=other, hint=WRITE)
+    one, two = _numbers(hf / FAST), _numbers(other / FAST)
+    if differ := sorted(number for number in one.keys() | two.keys() if one.get(number) != two.get(number)):
+        first = differ[0]
+        what = f"its tokenizer is not that in {hf}: of {len(differ)} numbers that differ"
+        raise InputError(f"{what}, {first} is {two.get(first)!r} and {one.get(first)!r} there", where=other)
+
+
+def _numbers(path: Path) -> dict[int, str]:
+    """What each number of a tokenizer.json is."""
+    content = tensors.read_json(path)
+    model: Any = content.get("model") or {}
+    vocab = model.get("vocab") or {}
+    tokens = vocab.items() if isinstance(vocab, dict) else ((entry[0], number) for number, entry in enumerate(vocab))
+    found = {number: token for token, number in tokens}
+    return found | {entry["id"]: entry["content"] for entry in content.get("added_tokens") or []}

@@ -110,10 +110,11 @@ class DeepspeedEngine(HFEngine):
             raise InputError("DeepSpeed cannot read its checkpoint", where=directory / TAG)
         self.steps = state["steps"]
 
-    def close(self) -> None:
+    def close(self, *, stay: bool = False) -> None:
         """Leave the world."""
         self.engine.destroy()
-        ranks.leave()
+        if not stay:
+            ranks.leave()
 
     def _layout(self) -> dict[str, Any]:
         return {"ranks": self.dp_size, "zero": self.stage, "precision": self.spec.precision}

@@ -18,7 +18,7 @@ Batches = Callable[[Sequence[Unit]], Sequence[Batch]]
 
 
 class Divergence:
-    """The estimates of a run's steps: the reference's side is scored when this is made, before the first step."""
+    """The estimates of a run's steps. The reference's side of them (``totals``) was scored before the first."""
 
     def __init__(
         self,
@@ -27,29 +27,35 @@ class Divergence:
         steps: Sequence[Sequence[int]],
         batches: Batches,
         seq_length: int | None,
-        advance: Callable[[int], None] = lambda _: None,
+        totals: Sequence[float],
     ) -> None:
         """``steps``: the indices of the units of each global step, two or more."""
-        self._engine, self._units, self._steps, self._batches = engine, units, steps, batches
-        self._seq_length = seq_length
-        self._reference = []
-        for step, chosen in enumerate(steps):
-            self._reference.append(self._total(step, reference=True))
-            advance(len(chosen))
+        self._engine, self._steps, self._batches, self._totals = engine, steps, batches, totals
+        self._units, self._seq_length = units, seq_length
 
     def of(self, step: int) -> float:
         """z of a step under the policy as it is now. Every rank calls it."""
-        mean = (self._total(step) - self._reference[step]) / len(self._steps[step])
+        found, rows = 0.0, Mismatched(self._units, [self._steps[step]], self._seq_length)
+        for batch in self._batches([rows[number] for number in range(len(rows))]):
+            logp_BT = self._engine.score(batch)
+            found += float((logp_BT * batch.mask_BT).sum(1).double().sum())
+        mean = (self._engine.total(found) - self._totals[step]) / len(self._steps[step])
         return max(0.0, mean)
 
-    def _total(self, step: int, *, reference: bool = False) -> float:
-        chosen = self._steps[step]
-        rows = [(mismatched(self._units[x][0], self._units[y][0], self._seq_length),) for x, y in _turned(chosen)]
-        found = 0.0
-        for batch in self._batches(rows):
-            logp_BT = self._engine.score(batch, reference=reference)
-            found += float((logp_BT * batch.mask_BT).sum(1).double().sum())
-        return self._engine.total(found)
+
+class Mismatched:
+    """The mismatched rows of steps, one step after another, each made when it is asked for."""
+
+    def __init__(self, units: Sequence[Unit], steps: Sequence[Sequence[int]], seq_length: int | None) -> None:
+        self._units, self._seq_length = units, seq_length
+        self._turned = [pair for chosen in steps for pair in zip(chosen, [*chosen[1:], *chosen[:1]], strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._turned)
+
+    def __getitem__(self, number: int) -> Unit:
+        x, y = self._turned[number]
+        return (mismatched(self._units[x][0], self._units[y][0], self._seq_length),)
 
 
 def mismatched(prompt: Sample, answer: Sample, seq_length: int | None) -> Sample:
@@ -58,7 +64,3 @@ def mismatched(prompt: Sample, answer: Sample, seq_length: int | None) -> Sample
     tokens = [*prompt.tokens[:ends], *answer.tokens[begins:]][:seq_length]
     mask = [*prompt.mask[:ends], *answer.mask[begins:]][:seq_length]
     return Sample(tokens, mask)
-
-
-def _turned(chosen: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(chosen, [*chosen[1:], *chosen[:1]], strict=True))

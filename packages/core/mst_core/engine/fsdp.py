@@ -72,9 +72,10 @@ class FsdpEngine(HFEngine):
                 parts.append(state_files.Part(name, (rows, columns), first, 0, local, updates))
         return parts
 
-    def close(self) -> None:
+    def close(self, *, stay: bool = False) -> None:
         """Leave the world."""
-        ranks.leave()
+        if not stay:
+            ranks.leave()
 
     def _logits(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """Every rank makes as many."""

@@ -27,7 +27,7 @@ from mst_core.runplan import RunPlan
 from mst_core.runspec import RunSpec
 
 
-def prepared(spec: RunSpec, plan: RunPlan) -> RunPlan:
+def prepared[P: RunPlan](spec: RunSpec, plan: P) -> P:
     """The plan of training the grown model, which is made if the cache has none; as it is without --add-tokens."""
     if not spec.add_tokens:
         return plan

@@ -157,11 +157,12 @@ class HFEngine:
     @torch.no_grad()
     def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """logp_BT, fp32 on the CPU."""
+        wanted_N = _wanted(batch) if self.head is not None else None  # as a step, so that it gives the same numbers
         batch = self._on_device(batch)
         if reference and self.spec.lora_rank is not None:
             with self.model.disable_adapter():
-                return self._logp(batch).cpu()
-        return self._logp(batch).cpu()
+                return self._logp(batch, wanted_N).cpu()
+        return self._logp(batch, wanted_N).cpu()
 
     def total(self, value: float) -> float:
         """Summed over the data parallel ranks."""
@@ -199,7 +200,7 @@ class HFEngine:
             if (self.model_dir / name).is_file():
                 staging.copy(self.model_dir / name, name)
 
-    def close(self) -> None:
+    def close(self, *, stay: bool = False) -> None:
         """Nothing to leave."""
 
     @classmethod

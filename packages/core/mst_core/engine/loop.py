@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,9 +20,11 @@ from mst_core.data.order import Order
 from mst_core.data.render import Sample
 from mst_core.engine import schedule
 from mst_core.engine.batches import collate
-from mst_core.engine.divergence import Divergence
+from mst_core.engine.divergence import Divergence, Mismatched
+from mst_core.engine.kept import Kept
 from mst_core.engine.meter import Meter
 from mst_core.engine.metrics import Metrics
+from mst_core.engine.references import Reference, Scorer, Units
 from mst_core.engine.saves import Saves
 from mst_core.engine.seam import Batch, Engine, Objective
 from mst_core.errors import InputError, Stopped
@@ -42,26 +45,23 @@ def fit(
     saves: Saves | None = None,
     order: Order | None = None,
     meter: Meter | None = None,
+    reference: Reference | None = None,
 ) -> Fit:
     """Train ``engine`` on ``units``. Every rank calls it with the same arguments (``staging`` on rank 0 only).
 
-    saves   where the run's checkpoints go, and which one it goes on from
+    saves      where the run's checkpoints go, and which one it goes on from
+    reference  what an objective that needs one compares with (None: the model that came in)
 
     Raises RunError (NaN), Stopped (SIGTERM, after saving where there are ``saves``).
     """
     order, meter = order or Order(len(units), spec.seed), meter or Meter(spec)
     steps = spec.total_steps(order.size)
     done = Fit(steps)
-    mine, batches = None, []
-    if objective.reference:
-        batches = list(islice(order.batches(spec.global_batch), steps))
-        mine = [_mine(batches, rank, engine.dp_size, spec) for rank in range(engine.dp_size)]
-    references = _references(engine, objective, units, spec, "reference log-probabilities", mine)
-    eval_references = _references(engine, objective, eval_units, spec, "reference of the evaluation rows")
-    everything = [range(len(eval_units))] if eval_units else []
-    divergence = _divergence(engine, objective, units, batches, spec, "reference divergence")
-    eval_divergence = _divergence(engine, objective, eval_units, everything, spec, "divergence of the evaluation rows")
-    start = saves.restore(done) if saves else 0  # after the references, which are of the model that came in
+    if reference is None:
+        reference = refer(engine, objective, units, eval_units, spec, order) if objective.reference else Reference()
+    divergence = _divergence(engine, units, reference.totals, spec, order)
+    eval_divergence = _divergence(engine, eval_units, reference.eval_totals, spec)
+    start = saves.restore(done) if saves else 0  # after the reference, which is of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
     if eval_units and not start:
         done.before = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
@@ -80,7 +80,7 @@ def fit(
             begun = time.monotonic()
             step_units = [units[i] for i in chosen]
             kl = divergence.of(step) if divergence else None
-            micro = micro_batches(step_units, engine, spec, _pick(references, chosen), kl)
+            micro = micro_batches(step_units, engine, spec, _pick(reference.logp_NR, chosen), kl)
             ready = time.monotonic()
             values = engine.step(micro, objective, rate)
             seconds = time.monotonic() - ready
@@ -90,7 +90,8 @@ def fit(
             last = step + 1 == steps
             measure = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
             if measure:
-                done.evaluation = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
+                held = reference.eval_logp_NR, eval_divergence
+                done.evaluation = evaluate(engine, objective, eval_units, spec, *held)
                 values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
             done.first, done.last = done.first or values, values
             if last or measure or step % spec.log_every == 0:
@@ -116,7 +117,7 @@ def evaluate(
     objective: Objective,
     units: Sequence[Unit],
     spec: RunSpec,
-    references: list[Tensor] | None,
+    references: Tensor | None,
     divergence: Divergence | None = None,
 ) -> dict[str, float]:
     """The objective's terms over all of ``units``, forward only, each divided by its weight once."""
@@ -138,7 +139,7 @@ def evaluate(
 
 
 def micro_batches(
-    units: Sequence[Unit], engine: Engine, spec: RunSpec, references: list[Tensor] | None, kl: float | None = None
+    units: Sequence[Unit], engine: Engine, spec: RunSpec, references: Tensor | None, kl: float | None = None
 ) -> list[Batch]:
     """This data parallel rank's micro-batches of a global batch.
 
@@ -152,84 +153,82 @@ def micro_batches(
     return [_collate(piece, found, kl) for piece, found in pieces[engine.dp_rank :: engine.dp_size]]
 
 
-def _mine(batches: Sequence[Sequence[int]], rank: int, dp_size: int, spec: RunSpec) -> set[int]:
-    """Which units the micro-batches of a data parallel rank hold, over the whole run."""
-    pieces = (
-        batch[start : start + spec.micro_batch]
-        for batch in batches
-        for start in range(rank * spec.micro_batch, len(batch), dp_size * spec.micro_batch)
-    )
-    return {index for piece in pieces for index in piece}
-
-
 def _unlearnt(unit: Unit) -> Unit:
     return tuple(replace(sample, mask=[0] * len(sample.tokens)) for sample in unit)
 
 
-def _collate(units: Sequence[Unit], references: list[Tensor] | None, kl: float | None = None) -> Batch:
+def _collate(units: Sequence[Unit], references: Tensor | None, kl: float | None = None) -> Batch:
     samples = [sample for unit in units for sample in unit]
-    extra = {"ref_logp_B": torch.cat(references)} if references is not None else {}
+    extra = {"ref_logp_B": references.flatten()} if references is not None else {}
     if kl is not None:
         extra["kl_B"] = torch.full((len(samples),), kl)
     return collate(samples, extra)
 
 
-def _divergence(
+def refer(
     engine: Engine,
     objective: Objective,
     units: Sequence[Unit],
-    steps: Sequence[Sequence[int]],
+    eval_units: Sequence[Unit],
     spec: RunSpec,
-    title: str,
-) -> Divergence | None:
-    """What an objective that asks for it needs of each step, its reference scored now."""
-    if not objective.divergence or not steps:
-        return None
+    order: Order | None = None,
+    kept: Kept | None = None,
+) -> Reference:
+    """What a run compares with: ``engine``'s model, an adapter being off. ``kept``: the cache, on rank 0."""
+    steps, whole = _steps(order or Order(len(units), spec.seed), spec), [range(len(eval_units))]
+    if objective.divergence:
+        _check_neighbours(objective, steps)
+        _check_neighbours(objective, whole if eval_units else [])
+    scorer = Scorer(engine, objective, spec, lambda some: micro_batches(some, engine, spec, None), kept)
+
+    def score(rows: Units, wanted: Sequence[int], what: str) -> Tensor:
+        with _progress(engine, len(set(wanted)), what, "row") as bar:
+            return scorer.score(rows, wanted, what, bar.advance)
+
+    def totals(rows: Sequence[Unit], steps: Sequence[Sequence[int]], what: str) -> list[float]:
+        if not objective.divergence:
+            return []
+        turned = Mismatched(rows, steps, spec.seq_length)
+        logp_N = score(turned, range(len(turned)), what)[:, 0].double()
+        return [float(logp.sum()) for logp in logp_N.split([len(chosen) for chosen in steps])]
+
+    of = "reference of the evaluation rows"
+    return Reference(
+        score(units, [index for chosen in steps for index in chosen], "reference"),
+        score(eval_units, whole[0], of),
+        totals(units, steps, "reference divergence"),
+        totals(eval_units, whole, of),
+    )
+
+
+def _check_neighbours(objective: Objective, steps: Sequence[Sequence[int]]) -> None:
     for step, chosen in enumerate(steps, 1):
         if len(chosen) < 2:
             hint = "--num-samples, or a --global-batch that leaves no batch of one row"
             raise InputError(f"step {step} has one row: {objective.name} compares each with another", hint=hint)
-    with _progress(engine, sum(map(len, steps)), title, "row") as bar:
-        return Divergence(
-            engine, units, steps, lambda rows: micro_batches(rows, engine, spec, None), spec.seq_length, bar.advance
-        )
 
 
-def _references(
-    engine: Engine,
-    objective: Objective,
-    units: Sequence[Unit],
-    spec: RunSpec,
-    title: str,
-    only: Sequence[set[int]] | None = None,
-) -> list[Tensor] | None:
-    """ref_logp_B of each unit under the reference: the model before its first step, an adapter being off.
+def _steps(order: Order, spec: RunSpec) -> list[Sequence[int]]:
+    """The units of each global step."""
+    return list(islice(order.batches(spec.global_batch), spec.total_steps(order.size)))
 
-    One pass before the training, so no second model is ever held. ``only``: the units that each data parallel rank will
-    meet; the others get zeros. Ranks with fewer score some again: experts may be spread over them, and all must call.
-    """
-    if not objective.reference or not units:
+
+def _divergence(
+    engine: Engine, units: Sequence[Unit], totals: Sequence[float], spec: RunSpec, order: Order | None = None
+) -> Divergence | None:
+    """Of the steps, without ``order`` of all units as one, where the reference has totals of them."""
+    if not totals:
         return None
-    found = [torch.zeros(objective.rows) for _ in units]
-    wanted = sorted(range(len(units)) if only is None else only[engine.dp_rank])
-    # Weights or experts may be spread over the ranks, which then meet in every pass: who meets fewer rows scores again.
-    passes = engine.agree(-(-len(wanted) // spec.micro_batch))
-    with _progress(engine, len(wanted), title, "row") as bar:
-        for start in range(0, passes * spec.micro_batch, spec.micro_batch):
-            indices = wanted[start : start + spec.micro_batch] or [0]
-            batch = _collate([units[i] for i in indices], None)
-            logp_B = objective.answers(engine.score(batch, reference=True), batch)
-            for index, logp in zip(indices, logp_B.split(objective.rows), strict=True):
-                found[index] = logp
-            bar.advance(len(indices))
-    return found
+    steps = _steps(order, spec) if order else [range(len(units))]
+    batches = partial(micro_batches, engine=engine, spec=spec, references=None)
+    return Divergence(engine, units, steps, batches, spec.seq_length, totals)
 
 
-def _pick(references: list[Tensor] | None, indices: Sequence[int]) -> list[Tensor] | None:
-    return None if references is None else [references[i] for i in indices]
+def _pick(references: Tensor | None, indices: Sequence[int]) -> Tensor | None:
+    return None if references is None else references[list(indices)]
 
 
-def _slice(references: list[Tensor] | None, start: int, size: int) -> list[Tensor] | None:
+def _slice(references: Tensor | None, start: int, size: int) -> Tensor | None:
     return None if references is None else references[start : start + size]
 
 

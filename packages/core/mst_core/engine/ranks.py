@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mst_core import cluster, devices
 
@@ -67,3 +68,12 @@ def largest(value: int, device: torch.device) -> int:
     found = torch.tensor([value], device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)
+
+
+def merged(table: Tensor) -> Tensor:
+    """The largest of all ranks' values at each place, on the CPU; one process alone has them all."""
+    if not dist.is_initialized():
+        return table
+    found = table.to(join())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import time
@@ -27,8 +28,10 @@ from mst_core.checkpoint import Staging
 from mst_core.data.order import Order
 from mst_core.data.sources import Source, paths
 from mst_core.engine import launch, loop
+from mst_core.engine.kept import Kept
 from mst_core.engine.loop import Unit
 from mst_core.engine.meter import Meter
+from mst_core.engine.references import Reference
 from mst_core.engine.saves import Saves, enter_state
 from mst_core.engine.seam import Engine, Objective
 from mst_core.errors import InputError
@@ -39,7 +42,7 @@ from mst_core.runspec import RunSpec
 NOT_IN_THE_ID = (
     "cache", "nproc", "log_every", "eval_every", "bad_rows", "epochs", "save_every", "keep", "keep_state", "resume",
     "async_save", "zero", "offload", "deepspeed", "recompute", "add_tokens", "nodes", "node_rank", "rendezvous",
-    "print_launch", "timeout", "report_to", "peak_tflops",
+    "print_launch", "timeout", "report_to", "peak_tflops", "reference",
 )  # fmt: skip
 """Settings of a run that do not change its bytes, or are recorded in another form."""
 LAYOUT = (
@@ -68,6 +71,8 @@ class Job:
     sources: Sequence[Source] = ()
     """Where the units are from; their files are parents of what is made."""
     order: Order | None = None
+    reference: Path | None = None
+    """A directory that an objective with a reference compares with (None: the model before training)."""
     rejected: str = ""
     """The content of rejected.jsonl, if rows were set aside."""
     attached: Mapping[str, Path] = field(default_factory=dict)
@@ -81,12 +86,17 @@ def execute(job: Job) -> dict[str, Any]:
     """Run ``job`` on this rank; the result (rank 0): out, id, steps and the last metrics."""
     # Who the parents are is read before the run: afterwards their files may be others.
     parents = _parents(job) if cluster.rank() == 0 else []
+    reference = _score(job) if job.reference else None
     engine = launch.make_engine(job.engine, job.spec, job.model_dir)
     with _staging(job, engine) as staging:
         _check_shared(job.spec.out, engine)
         saves = _saves(job, engine, staging, parents)
         meter = Meter.of(job.spec, job.model_dir)
-        done = loop.fit(engine, job.objective, job.units, job.spec, staging, job.eval_units, saves, job.order, meter)
+        if job.objective.reference and reference is None:
+            reference = _refer(job, engine, job.model_dir)
+        done = loop.fit(
+            engine, job.objective, job.units, job.spec, staging, job.eval_units, saves, job.order, meter, reference
+        )
         _write(job, engine, staging, saves, done)
         result: dict[str, Any] = {}
         if staging is not None:
@@ -107,6 +117,32 @@ def execute(job: Job) -> dict[str, Any]:
     # Only after success: leaving the groups in good order would wait for ranks that failed.
     engine.close()
     return result
+
+
+def _score(job: Job) -> Reference:
+    """What --reference gives, whose weights are gone afterwards: the policy is built when they are.
+
+    An adapter, which is off, keeps an engine from holding gradients and optimizer state of the weights.
+    """
+    directory = job.reference or job.model_dir
+    adapter = {"lora_rank": 1, "lora_alpha": None, "lora_targets": ("all-linear",)}
+    spec = job.spec.model_copy(update=adapter | {"lora_rslora": False, "lora_dora": False})
+    engine = launch.make_engine(job.engine, spec, directory)
+    found = _refer(job, engine, directory)
+    engine.close(stay=True)
+    del engine
+    gc.collect()  # modules and their hooks name one another
+    return found
+
+
+def _refer(job: Job, engine: Engine, directory: Path) -> Reference:
+    """The reference's log-probabilities of all rows, ``engine`` being that of ``directory``."""
+    spec, kept = job.spec, None
+    if not engine.rank:
+        digests = manifest.identify(directory).digests
+        of = {"weights": digests.weights, "config": digests.config, "engine": job.engine}
+        kept = Kept(spec.cache, of | {"precision": spec.precision, "qlora": spec.qlora})
+    return loop.refer(engine, job.objective, job.units, job.eval_units, spec, job.order, kept)
 
 
 def _staging(job: Job, engine: Engine) -> AbstractContextManager[Staging | None]:
@@ -178,10 +214,14 @@ def _write(job: Job, engine: Engine, staging: Staging | None, saves: Saves, done
 
 
 def _parents(job: Job) -> list[Parent]:
-    """The model, by its id and the digest of its weights, and each file of rows by its hash."""
+    """The models, by their ids and the digests of their weights, and each file of rows by its hash."""
     base = manifest.identify(job.model_dir)
     data = [Parent(role="data", id=f"blake3:{files.hash_file(path)[1]}") for path in paths(job.sources)]
-    return [Parent(role="base", id=base.id, weights=base.digests.weights), *data]
+    found = [Parent(role="base", id=base.id, weights=base.digests.weights), *data]
+    if job.reference:
+        other = manifest.identify(job.reference)
+        found.append(Parent(role="reference", id=other.id, weights=other.digests.weights))
+    return found
 
 
 def _settings(job: Job, steps: int) -> dict[str, Any]:
@@ -222,7 +262,7 @@ def _commit(job: Job, staging: Staging, parents: list[Parent], done: Fit, step: 
         encoding={} if adapter else base.encoding,
         model=None if adapter else base.model,
         parents=parents,
-        parent_dirs=[job.model_dir],
+        parent_dirs=[job.model_dir, *([job.reference] if job.reference else [])],
         tool=job.tool,
         settings=_settings(job, step),
         notes={

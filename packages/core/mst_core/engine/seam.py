@@ -160,6 +160,6 @@ class Engine(Protocol):
         everything a directory of the layout needs but the manifest."""
         ...
 
-    def close(self) -> None:
-        """Leave the process groups."""
+    def close(self, *, stay: bool = False) -> None:
+        """Leave the process groups. ``stay``: but not the world of ranks, where another engine is made next."""
         ...

@@ -124,9 +124,12 @@ class MegatronEngine:
             config = shared_lora.config_of(self.spec, self.source.model, self.sites)
             shared_lora.save_adapter(staging, found, config)
 
-    def close(self) -> None:
+    def close(self, *, stay: bool = False) -> None:
         """Leave the process groups."""
-        groups.stop()
+        if stay:
+            groups.leave()
+        else:
+            groups.stop()
 
     def _spots(self) -> shards.Spots:
         if self.adapters:
