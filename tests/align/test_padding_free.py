@@ -91,9 +91,10 @@ def test_the_steps_are_those_of_padded_rows(
     packed = align(tiny_hf("llama"), data, tmp_path / "packed", method=method, packing=True, **settings)
     assert len(packed) == len(padded) > 1
     for step, wanted in zip(packed, padded, strict=True):
+        limit = 2e-6 if wanted is padded[0] else 1e-5  # log-probabilities are sums of about -200, in 24 bits
         for key in METRICS:
             if key in wanted:
-                assert step[key] == pytest.approx(wanted[key], rel=2e-6, abs=1e-6), (wanted["step"], key)
+                assert step[key] == pytest.approx(wanted[key], rel=limit, abs=limit), (wanted["step"], key)
 
 
 def batch_of(count: int, empty: int) -> Any:
