@@ -207,6 +207,16 @@ def test_a_packed_run_is_the_run(
     assert settings.settings["packing"] is True
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_packed_rows_on_two_ranks(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, engine: str) -> None:
+    model, settings = tiny_hf("llama"), {"packing": True, "steps": 2, "global_batch": 2}
+    alone = train(model, data, tmp_path / "alone", **settings)
+    ranks = train(model, data, tmp_path / "ranks", **settings, engine=engine, nproc=2)
+    for name in ("first_loss", "loss"):
+        assert ranks[name] == pytest.approx(alone[name], abs=1e-5)
+
+
 def test_refused_before_a_step(tiny_hf: Callable[..., Path], mst: Any, data: Path, tmp_path: Path) -> None:
     with pytest.raises(RowError, match="--seq-length is 8"):
         train(tiny_hf("llama"), data, tmp_path / "out", packing=True, seq_length=8)
