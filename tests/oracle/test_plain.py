@@ -89,10 +89,10 @@ def test_three_steps_are_those_of_torch(tiny_hf: Callable[..., Path], family: st
         assert norm > 0.5  # so clipping was at work
 
 
-LORA = {"recompute": "full", "lora_rank": 4}
+LORA = {"recompute": "full", "lora_rank": 4, "packing": True}
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["all", "lora, recomputed"])
+@pytest.mark.parametrize("more", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=["all", "lora, in a row"])
 def test_compiled_steps_are_the_same(tiny_hf: Callable[..., Path], more: dict[str, Any]) -> None:
     """Also where lengths change, and for packed rows."""
     units = units_of(8)

@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {"head_dim": 32, "sliding_window": 6}),
     "phi3, window": ("phi3", {"sliding_window": 7}),
     "glm4": ("glm4", {"head_dim": 32}),
+    "gemma2, its own attention": ("gemma2", {"head_dim": 32, "sliding_window": 5}),
     "gemma3, windows": ("gemma3_text", {"head_dim": 32, "sliding_window": 5}),
 }
 
@@ -106,6 +107,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def stepped(model: Path, rows: list[Any], micro: int, **options: Any) -> tuple[dict[str, float], torch.Tensor]:
+    options["packing"] = any(row.parts for row in rows)
     spec = spec_of(micro_batch=micro, global_batch=len(rows) + -len(rows) % micro, **options)
     engine = PlainEngine(spec, model)
     values = engine.step(loop.micro_batches([(row,) for row in rows], engine, spec, None), SFT, 1e-3)
@@ -131,7 +133,7 @@ def test_losses_and_gradients_are_those_of_the_samples_alone(made: Callable[...,
 
 
 def test_logp_of_each_sample_is_its_own_and_0_at_its_first_token(made: Callable[..., Path]) -> None:
-    engine = PlainEngine(spec_of(lora_rank=2), made("llama", {}))
+    engine = PlainEngine(spec_of(lora_rank=2, packing=True), made("llama", {}))
     samples = samples_of(4)
     (row,) = pack.Packed(samples, [[2, 0, 3, 1]])
     for reference in (False, True):
@@ -203,6 +205,16 @@ def test_a_packed_run_is_the_run(
     settings = manifest.read(tmp_path / "packed").made_by
     assert settings is not None
     assert settings.settings["packing"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_packed_rows_on_two_ranks(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, engine: str) -> None:
+    model, settings = tiny_hf("llama"), {"packing": True, "steps": 2, "global_batch": 2}
+    alone = train(model, data, tmp_path / "alone", **settings)
+    ranks = train(model, data, tmp_path / "ranks", **settings, engine=engine, nproc=2)
+    for name in ("first_loss", "loss"):
+        assert ranks[name] == pytest.approx(alone[name], abs=1e-5)
 
 
 def test_refused_before_a_step(tiny_hf: Callable[..., Path], mst: Any, data: Path, tmp_path: Path) -> None:

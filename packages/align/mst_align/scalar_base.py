@@ -29,7 +29,7 @@ HEAD = "score.weight"
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def prepared(spec: RunSpec, plan: RunPlan) -> RunPlan:
+def prepared[P: RunPlan](spec: RunSpec, plan: P) -> P:
     """The plan of training the model with a scalar head, which is made if the cache has none."""
     if open_model(plan.model_dir, plan.layout).scores:
         return plan

@@ -92,6 +92,8 @@ def plan_run(
         _ = spec.place
     _check_reports(spec)
     _check_out(spec)
+    if spec.packing and spec.cp > 1:
+        raise SettingsError("--packing is not there yet for context parallel ranks", hint="--cp 1, or no --packing")
     model_dir = hub.resolve(spec.model)
     if spec.out.absolute() == model_dir.absolute():
         raise InputError("--out is the model itself", where=spec.out, hint="choose another --out")

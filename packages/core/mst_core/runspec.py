@@ -161,6 +161,9 @@ class RunSpec(Spec):
         description="rows (or pairs) per optimizer step",
         validation_alias=AliasChoices("global_batch", "global_batch_size"),
     )
+    packing: bool = Field(
+        False, description="no padding: the rows of a micro-batch one after another, kept apart exactly; not with --cp"
+    )
     seq_length: int | None = Field(
         None, ge=2, description="longest row in tokens (default: 1024, or the model's positions if fewer)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mst_core.data import clean
-from mst_core.errors import SettingsError
 from mst_core.runplan import RunPlan, plan_run
 from mst_train.spec import TrainSpec
 
@@ -15,6 +14,4 @@ def plan(spec: TrainSpec) -> RunPlan:
     made = plan_run(spec, f"mst-train, {spec.stage}", template=sft, counted=counted)
     if spec.clean:
         clean.template(spec.clean)
-    if spec.packing and spec.cp > 1:
-        raise SettingsError("--packing is not there yet for context parallel ranks", hint="--cp 1, or no --packing")
     return made

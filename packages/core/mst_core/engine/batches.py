@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import overload
 
 import torch
@@ -41,6 +42,28 @@ def collate(
     if any(sample.margin is not None for sample in samples):
         more["margin_B"] = torch.tensor([sample.margin or 0.0 for sample in samples])
     return Batch(tokens_BT, mask_BT, lengths_B, more, packed)
+
+
+def in_a_row(batch: Batch) -> tuple[Batch, Tensor]:
+    """Its samples one after another in one row without padding, the longest first; and where in B * T each token of
+    the row stands, (N,)."""
+    width, lengths = batch.tokens_BT.shape[1], batch.packed or [(length,) for length in batch.lengths_B.tolist()]
+    spots = [
+        (row * width + end - length, length)
+        for row, parts in enumerate(lengths)
+        for length, end in zip(parts, accumulate(parts), strict=True)
+    ]
+    spots.sort(key=lambda spot: -spot[1])
+    places_N = torch.cat([torch.arange(start, start + length) for start, length in spots])
+    tokens_1N, mask_1N = (part.flatten()[places_N].unsqueeze(0) for part in (batch.tokens_BT, batch.mask_BT))
+    sizes = tuple(length for _, length in spots)
+    return Batch(tokens_1N, mask_1N, torch.tensor([len(places_N)]), packed=(sizes,)), places_N
+
+
+def spread(logp_1N: Tensor, places_N: Tensor, shape: torch.Size) -> Tensor:
+    """logp_BT of a batch's row, 0 where it pads."""
+    zeros = logp_1N.new_zeros(shape.numel())
+    return zeros.index_copy(0, places_N.to(zeros.device), logp_1N.flatten()).view(shape)
 
 
 def positions(batch: Batch) -> Tensor:

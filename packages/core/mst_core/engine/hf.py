@@ -27,7 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 from mst_core import devices, runplan, tensors, vocabulary
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.engine import lora, quantised, scalar
-from mst_core.engine.batches import positions
+from mst_core.engine.batches import in_a_row, positions, spread
+from mst_core.engine.samples import Samples
 from mst_core.engine.seam import Batch, Objective, weights
 from mst_core.engine.stored import units
 from mst_core.errors import InputError, MissingPackage, RunError
@@ -103,6 +104,7 @@ class HFEngine:
         if self.known.scores:
             scalar.per_token(model)
         blocks = set(model._no_split_modules or ())
+        self.samples = Samples.of(model) if spec.packing else None
         if spec.lora_rank is not None:
             self.sites = runplan.check_lora(self.known, spec)
             self.rows = lora.token_rows(self.known, vocabulary.added(model_dir)[1]) if spec.add_tokens else None
@@ -138,9 +140,7 @@ class HFEngine:
         coefficients: dict[str, float] = {}
         self._zero_grad()
         for number, batch in enumerate(micro_batches, 1):
-            wanted_N = self._wanted(batch) if self.head is not None else None
-            batch = self._on_device(batch)
-            terms = objective.loss(self._logp(batch, wanted_N), batch)
+            terms = objective.loss(self._logp(batch), self._on_device(batch))
             parts = [t.coefficient * t.sum / total[n] for n, t in terms.items() if t.coefficient and total[n]]
             if parts:
                 self._backward(torch.stack(parts).sum(), last=number == len(micro_batches))
@@ -157,12 +157,10 @@ class HFEngine:
     @torch.no_grad()
     def score(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """logp_BT, fp32 on the CPU."""
-        wanted_N = _wanted(batch) if self.head is not None else None  # as a step, so that it gives the same numbers
-        batch = self._on_device(batch)
         if reference and self.spec.lora_rank is not None:
             with self.model.disable_adapter():
-                return self._logp(batch, wanted_N).cpu()
-        return self._logp(batch, wanted_N).cpu()
+                return self._logp(batch).cpu()
+        return self._logp(batch).cpu()
 
     def total(self, value: float) -> float:
         """Summed over the data parallel ranks."""
@@ -229,31 +227,38 @@ class HFEngine:
             extra=extra,
         )
 
-    def _logp(self, batch: Batch, wanted_N: Tensor | None = None) -> Tensor:
-        """logp_BT, of a reward model value_BT. ``wanted_N``: 0 elsewhere, where logits, often the largest tensor of a
-        step, are never made."""
-        positions_BT = None
-        if batch.packed is not None:
+    def _logp(self, batch: Batch) -> Tensor:
+        """logp_BT (of a reward model value_BT) of a batch on the CPU. 0 where nothing is learnt: logits, often the
+        largest tensor of a step, are made for learnt tokens only, where the model has a head."""
+        if self.spec.packing or batch.packed is not None:
             self._check_isolation()
-            positions_BT = positions(batch).to(self.device)
-        if wanted_N is not None:
-            return self._logp_of(batch, positions_BT, wanted_N.to(self.device))
-        logits_BTV = self._logits(batch.tokens_BT, positions_BT)
-        if self.known.scores:
-            return logits_BTV.squeeze(-1)
-        logp_BT = token_logp(logits_BTV, batch.tokens_BT)
-        return logp_BT if positions_BT is None else logp_BT.masked_fill(positions_BT == 0, 0.0)
+        if self.samples is None:
+            if self.spec.packing and batch.packed is None:
+                kind = type(self.model).__name__
+                what = f"{kind} has an attention of its own: --packing cannot take its padding away"
+                raise InputError(what, where=self.model_dir, hint="without --packing")
+            return self._logp_of(batch)
+        row, places_N = in_a_row(batch)
+        return spread(self._logp_of(row), places_N, batch.tokens_BT.shape)
 
-    def _logp_of(self, batch: Batch, positions_BT: Tensor | None, wanted_N: Tensor) -> Tensor:
-        self.wanted_N = wanted_N
+    def _logp_of(self, batch: Batch) -> Tensor:
+        tokens_BT, positions_BT = batch.tokens_BT.to(self.device), None
+        if batch.packed is not None:
+            positions_BT = positions(batch).to(self.device)
+            if self.samples is not None:
+                (self.samples.sizes,) = batch.packed
+        if self.head is None:
+            logp_BT = token_logp(self._logits(tokens_BT, positions_BT), tokens_BT)
+            return logp_BT if positions_BT is None else logp_BT.masked_fill(positions_BT == 0, 0.0)
+        self.wanted_N = wanted_N = self._wanted(batch).to(self.device)
         try:
-            logits_NV = self._logits(batch.tokens_BT, positions_BT).squeeze(0)
+            logits_NV = self._logits(tokens_BT, positions_BT).squeeze(0)
         finally:
             self.wanted_N = None
         if self.known.scores:
-            return _placed(logits_NV.squeeze(-1), wanted_N, batch.tokens_BT)
-        logp_N = _picked(logits_NV, batch.tokens_BT.roll(-1, 1).flatten()[wanted_N])
-        return _aligned(_placed(logp_N, wanted_N, batch.tokens_BT))
+            return _placed(logits_NV.squeeze(-1), wanted_N, tokens_BT)
+        logp_N = _picked(logits_NV, tokens_BT.roll(-1, 1).flatten()[wanted_N])
+        return _aligned(_placed(logp_N, wanted_N, tokens_BT))
 
     def _wanted(self, batch: Batch) -> Tensor:
         """Where, in B * T, the head is asked: before a learnt token, a reward model's at it. One place at least: every
@@ -272,16 +277,18 @@ class HFEngine:
     def _check_isolation(self) -> None:
         """Refuse a model that does not keep packed samples apart, once.
 
-        transformers does it by the positions that begin again (masking_utils.find_packed_sequence_indices), for every
-        kind of attention that asks for its masks there; what carries a state along the row (Mamba, linear attention)
-        or makes its own masks does not.
+        samples.py does it; for an attention that is not torch's SDPA, transformers by the positions that begin again
+        (masking_utils.find_packed_sequence_indices). What carries a state along the row (Mamba, linear attention) does
+        not.
         """
         if self.isolates:
             return
         self.isolates = True
         tokens_BT = torch.tensor([[5, 6, 7, 8, 3, 4, 5, 6], [9, 3, 5, 4, 3, 4, 5, 6]], device=self.device)
-        positions_BT = torch.arange(4, device=self.device).repeat(2, 2)
-        one_SV, other_SV = self._logits(tokens_BT, positions_BT)[:, 4:].float()
+        positions_1T = torch.arange(4, device=self.device).repeat(1, 2)
+        if self.samples is not None:
+            self.samples.sizes = (4, 4)
+        one_SV, other_SV = (self._logits(row_1T, positions_1T)[0, 4:].float() for row_1T in tokens_BT.split(1))
         if float((one_SV - other_SV).abs().max()) > 0.01 * float(one_SV.std()):
             kind = type(self.model).__name__
             raise InputError(

@@ -63,8 +63,9 @@ def fit(
     eval_divergence = _divergence(engine, eval_units, reference.eval_totals, spec)
     start = saves.restore(done) if saves else 0  # after the reference, which is of the model that came in
     warmup = schedule.warmup_steps(steps, spec.warmup)
+    measure = partial(evaluate, engine, objective, eval_units, spec, reference.eval_logp_NR, eval_divergence)
     if eval_units and not start:
-        done.before = evaluate(engine, objective, eval_units, spec, eval_references, eval_divergence)
+        done.before = measure()
     with (
         Metrics(staging, start, spec) as metrics,
         _stop_on_sigterm() as asked,
@@ -88,13 +89,12 @@ def fit(
             done.tokens += sum(lengths)
             values |= {"lr": rate, **meter.measure(lengths, ready - begun, seconds)}
             last = step + 1 == steps
-            measure = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
-            if measure:
-                held = reference.eval_logp_NR, eval_divergence
-                done.evaluation = evaluate(engine, objective, eval_units, spec, *held)
+            measured = bool(eval_units) and (last or (step + 1) % (spec.eval_every or steps) == 0)
+            if measured:
+                done.evaluation = measure()
                 values |= {f"eval/{name}": value for name, value in done.evaluation.items()}
             done.first, done.last = done.first or values, values
-            if last or measure or step % spec.log_every == 0:
+            if last or measured or step % spec.log_every == 0:
                 values["memory_gb"] = engine.agree(meter.memory()) / 1e9
                 metrics.log(step + 1, values)
             bar.note(f"loss {values['loss']:.4f}, {values['tokens_per_s']:.0f} tokens/s")

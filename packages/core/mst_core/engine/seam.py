@@ -47,7 +47,8 @@ class Batch:
 
     The samples of a packed row do not see one another: each is as if it stood alone, its positions begin at 0, and
     logp_BT is 0 at the first token of every one, where mask_BT is 0 as well. A causal mask alone, or one of ones,
-    mixes them; an engine that cannot keep them apart refuses a packed batch. Objectives of pairs get none.
+    mixes them; an engine that cannot keep them apart refuses a packed batch. Objectives of pairs get none: with
+    --packing an engine lays the samples of any batch into one row itself (batches.in_a_row), and logp_BT back.
 
     Pairs are interleaved: rows 0, 2, 4 ... are chosen, rows 1, 3, 5 ... the rejected of the row before.
     """

@@ -32,6 +32,7 @@ class Cut:
     group      of how many micro-batches a step must be a multiple (interleaved pipelines)
     same       all micro-batches of a step have one shape, on all ranks
     learnt     logits are made for learnt tokens only (under sequence parallelism each rank holds other tokens)
+    flat       all samples of a micro-batch stand in one row, without padding
     balance    routers are told which tokens are padding, for their load balancing loss
     scores     the last stage gives the score at each token, of a reward model, in the place of log-probabilities
     """
@@ -41,6 +42,7 @@ class Cut:
     group: int
     same: bool
     learnt: bool
+    flat: bool
     balance: bool
     scores: bool = False
 
@@ -48,7 +50,8 @@ class Cut:
     def of(cls, spec: RunSpec, scores: bool = False) -> Cut:
         multiple = (spec.tp if spec.sp else 1) * (2 * spec.cp if spec.cp > 1 else 1)
         group = spec.pp if spec.vp > 1 else 1
-        return cls(multiple, spec.cp, group, same_shapes(spec), not spec.sp, spec.moe_aux_loss_coeff > 0, scores)
+        balance = spec.moe_aux_loss_coeff > 0
+        return cls(multiple, spec.cp, group, same_shapes(spec), not spec.sp, spec.packing, balance, scores)
 
     def shape(self, batches: Sequence[Batch]) -> tuple[int, int] | None:
         """(B, S) of all micro-batches of this step, on all data parallel ranks; None where each may have its own."""

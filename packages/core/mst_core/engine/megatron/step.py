@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mst_core.engine.batches import positions
+from mst_core.engine.batches import in_a_row, positions, spread
 from mst_core.engine.megatron import groups
 from mst_core.engine.megatron.cut import Cut
 from mst_core.engine.seam import Batch, Objective
@@ -51,47 +51,40 @@ def mask_padding(model: Any, vocab: int) -> None:
     model.output_layer.register_forward_hook(hide)
 
 
-def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None, flat: bool) -> Tensor:
+def forward_logp(model: Any, batch: Batch, cut: Cut, shape: tuple[int, int] | None) -> Tensor:
     """This stage's forward pass. On the last stage -logp of the next token, (B, C), or of a reward model the score at
     each; else the hidden states.
 
     It is 0 for tokens that are not learnt: their logits, often the largest tensor of a step, are never made, where the
-    cut allows. ``shape``: see Cut.shape. ``flat``: all rows are laid one after another, (1, B * S), and the segments in
-    them told to attention and positions (Megatron's thd).
+    cut allows. ``shape``: see Cut.shape. The samples of a packed row are told to attention and positions (Megatron's
+    thd).
     """
     tokens_BS = cut.pad(batch.tokens_BT, shape)
-    packing = _segments(batch, tokens_BS) if flat else None
-
-    def mine(value_BS: Tensor) -> Tensor:
-        return value_BS.reshape(1, -1) if flat else cut.mine(value_BS)
-
+    packing = None if batch.packed is None else _segments(batch.packed[0], tokens_BS)
     positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
     labels_BS = tokens_BS.roll(-1, dims=1)  # the last column is wrapped around and dropped by logp_of
     process: Callable[..., Tensor] | None = None
     if cut.scores:
         process = _scores
     elif cut.learnt:
-        process = partial(_learnt, learnt_BS=mine(cut.pad(batch.mask_BT, shape).roll(-1, dims=1) != 0))
+        process = partial(_learnt, learnt_BS=cut.mine(cut.pad(batch.mask_BT, shape).roll(-1, dims=1) != 0))
     return model(
-        input_ids=mine(tokens_BS),
-        position_ids=mine(positions_BS),
+        input_ids=cut.mine(tokens_BS),
+        position_ids=cut.mine(positions_BS),
         attention_mask=None,
-        labels=mine(labels_BS),
+        labels=cut.mine(labels_BS),
         output_processor=process,
         packed_seq_params=packing,
-        padding_mask=_padding(model, mine(~_within(batch, cut, shape)), cut) if cut.balance else None,
+        padding_mask=_padding(model, cut.mine(~_within(batch, cut, shape)), cut) if cut.balance else None,
     )
 
 
-def _segments(batch: Batch, tokens_BS: Tensor) -> Any:
-    """The samples of all rows one after another, what pads a row being one too."""
+def _segments(sizes: tuple[int, ...], tokens_1S: Tensor) -> Any:
+    """The samples of a row; what pads it is one too."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    packed = batch.packed or tuple((int(length),) for length in batch.lengths_B)
-    packed += ((),) * (len(tokens_BS) - len(packed))  # rows that only pad
-    width = tokens_BS.shape[1]
-    lengths = [length for parts in packed for length in (*parts, width - sum(parts)) if length]
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_BS.device)
+    lengths = [length for length in (*sizes, tokens_1S.shape[1] - sum(sizes)) if length]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_1S.device)
     most = max(lengths)
     return PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=most, max_seqlen_kv=most)
 
@@ -148,11 +141,9 @@ def _scores(*, hidden_states: Tensor, output_layer: Any, **_: object) -> Tensor:
     return scores_BC
 
 
-def logp_of(output_BC: Tensor, batch: Batch, cut: Cut, shape: tuple[int, int] | None, flat: bool) -> Tensor:
+def logp_of(output_BC: Tensor, batch: Batch, cut: Cut) -> Tensor:
     """logp_BT (of a reward model value_BT) of the last stage's output, on every context parallel rank."""
     rows, length = batch.tokens_BT.shape
-    if flat:
-        output_BC = output_BC.view(-1, cut.width(length, shape))
     output_BS = cut.whole(output_BC.float())
     if cut.scores:
         return output_BS[:rows, :length]
@@ -172,31 +163,34 @@ def run(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    shape = cut.shape(batches)
-    flat = any(batch.packed is not None for batch in batches)
+    flat = cut.flat or any(batch.packed is not None for batch in batches)
+    laid = [in_a_row(batch) if flat else (batch, None) for batch in batches]
+    rows = [row for row, _ in laid]
+    shape = cut.shape(rows)
     if flat and cut.cp > 1:
         raise SettingsError("--packing under --cp is not there yet", hint="--cp 1")
     # An interleaved pipeline takes its micro-batches in groups: the last is repeated, and counts for nothing.
-    filler = replace(batches[-1], lengths_B=torch.zeros_like(batches[-1].lengths_B))
-    given = list(enumerate([*batches, *[filler] * (-len(batches) % cut.group)]))
+    filler = replace(rows[-1], lengths_B=torch.zeros_like(rows[-1].lengths_B))
+    given = list(enumerate([*rows, *[filler] * (-len(rows) % cut.group)]))
     kept: dict[int, Any] = {}
 
     def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        number, batch = next(iterator)
-        batch = on_device(batch)
+        number, row = next(iterator)
+        row = on_device(row)
 
         def loss(output_BC: Tensor) -> Any:
             if number < len(batches):
-                value, kept[number] = last_stage(logp_of(output_BC, batch, cut, shape, flat), batch)
+                logp_BT, (_, places_N) = logp_of(output_BC, row, cut), laid[number]
+                if places_N is not None:
+                    logp_BT = spread(logp_BT, places_N, batches[number].tokens_BT.shape)
+                value, kept[number] = last_stage(logp_BT, on_device(batches[number]))
             else:
                 value = output_BC.sum() * 0
             return value, torch.tensor(0, dtype=torch.int), None
 
-        return forward_logp(chunk, batch, cut, shape, flat), loss
+        return forward_logp(chunk, row, cut, shape), loss
 
-    rows, length = shape or batches[0].tokens_BT.shape
-    if flat:
-        rows, length = 1, rows * length
+    height, length = shape or rows[0].tokens_BT.shape
     iterators = [iter(given) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=step,
@@ -204,7 +198,7 @@ def run(
         model=list(chunks),
         num_microbatches=len(given),
         seq_length=length,
-        micro_batch_size=rows,
+        micro_batch_size=height,
         forward_only=forward_only,
     )
     return [kept[number] for number in sorted(kept)]
