@@ -4,6 +4,7 @@ it to what mst-merge makes of either."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mst_convert.merge import plan as planning
@@ -134,11 +135,38 @@ def test_untied_it_has_the_rows_twice(tiny_hf: Callable[..., Path], trained: Tra
     assert (config["vocab_size"], config["tie_word_embeddings"]) == (322, False)
 
 
+def test_rows_that_are_gone_are_missed(trained: Trained, tmp_path: Path) -> None:
+    spec, base = trained
+    shutil.copytree(spec.out, tmp_path / "cut")
+    held = load_file(tmp_path / "cut" / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in held.items() if "embed_tokens" not in name}
+    save_file(kept, tmp_path / "cut" / "adapter_model.safetensors")
+    for directory in (base, grown_of(spec)):
+        with pytest.raises(MstError, match=r"has no rows of them for the base's model\.embed_tokens\.weight"):
+            merge(directory, tmp_path / "cut", tmp_path / "merged")
+
+
+def test_beside_another_adapter(trained: Trained, tmp_path: Path) -> None:
+    """One on the model of before: the deltas are summed, the rows are the first one's."""
+    spec, base = trained
+    other = spec.model_copy(update={"add_tokens": (), "out": tmp_path / "other"})
+    train(other)
+    both = (str(spec.out), str(other.out))
+    merge_spec = MergeSpec(model=str(base), adapter=both, out=tmp_path / "both")
+    working.work(merge_spec, planning.plan(merge_spec))
+    one, two = (merge(base, d, tmp_path / f"only-{d.name}") for d in (spec.out, other.out))
+    found, first, second, plain = (load_file(d / "model.safetensors") for d in (tmp_path / "both", one, two, base))
+    assert torch.equal(found["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert (found[name] - (first[name] + second[name] - plain[name])).abs().max() <= 1e-6
+    assert (tmp_path / "both" / "tokenizer.json").read_bytes() == (spec.out / "tokenizer.json").read_bytes()
+
+
 def test_other_bases_are_refused(trained: Trained, tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
     """Another model of its shape; and the original, of an adapter on the grown base that has no rows."""
     spec, base = trained
-    with pytest.raises(MstError, match=r"adapts blake3:.*, but llama is"):
-        merge(tiny_hf("llama", vocab_size=330, seed=7), spec.out, tmp_path / "other")
+    with pytest.raises(MstError, match=rf"adapts blake3:.*, but {base.name} is"):
+        merge(tiny_hf(base.name, vocab_size=330, seed=7), spec.out, tmp_path / "other")
     plain = spec.model_copy(update={"model": str(grown_of(spec)), "add_tokens": (), "out": tmp_path / "norows"})
     train(plain)
     with pytest.raises(MstError, match=r"norows adapts blake3:"):

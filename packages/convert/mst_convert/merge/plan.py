@@ -12,7 +12,7 @@ from mst_convert.accounts import LM_HEAD
 from mst_convert.merge import adapter as peft
 from mst_convert.merge.adapter import Adapter
 from mst_convert.merge.base import open_base, wanted
-from mst_convert.merge.edits import Delta, Edit, Matcher, conflicts
+from mst_convert.merge.edits import Delta, Edit, Matcher, Whole, conflicts
 from mst_convert.merge.megatron import Layout
 from mst_convert.merge.spec import MergeSpec
 from mst_convert.merge.tying import embedding_of, settle, untied
@@ -120,10 +120,11 @@ def plan(spec: MergeSpec) -> MergePlan:
             check_base(made, directory, job.parent, source)
     loras = [peft.read(directory) for directory in directories]
     check_several(loras, spec.factors)
-    brings = next((lora for lora, made in zip(loras, manifests, strict=True) if _brings(lora, made)), None)
-    rows = _rows(brings) if brings else 0
+    brings, rows = _new_tokens(loras, manifests)
     model, targets, new_head = _outcome(job, rows, untie=spec.untie)
     matched = match_all(loras, spec.factors, targets, job.model, untie=spec.untie)
+    if brings:
+        _check_rows(brings, matched, vocabulary.tables(job.model))
     matched.spread(model, targets)
     size = sum(map(wanted_bytes, targets))
     checkpoint.check_free(spec.out, size + SLACK)
@@ -159,13 +160,24 @@ def plan(spec: MergeSpec) -> MergePlan:
     )
 
 
-def _brings(lora: Adapter, made: Manifest | None) -> bool:
-    return made is not None and lineage.grown_from(made, lineage.ancestors(lora.directory)) is not None
+def _new_tokens(loras: Sequence[Adapter], manifests: Sequence[Manifest | None]) -> tuple[Adapter | None, int]:
+    """The adapter that has new tokens, of which there is one at most (check_several), and the rows that the vocabulary
+    needs for them."""
+    for lora, made in zip(loras, manifests, strict=True):
+        if made is not None and lineage.grown_from(made, lineage.ancestors(lora.directory)):
+            named = lora.config.get("trainable_token_indices")
+            rows = [row for rows in named.values() for row in rows] if isinstance(named, dict) else []
+            return lora, 1 + max(rows, default=-1)
+    return None, 0
 
 
-def _rows(lora: Adapter) -> int:
-    """How many rows the vocabulary needs for the adapter's tokens."""
-    return 1 + max(int(row) for rows in lora.config["trainable_token_indices"].values() for row in rows)
+def _check_rows(lora: Adapter, matched: Matched, tables: Iterable[str]) -> None:
+    """The adapter replaces the rows of its tokens in each of ``tables``: what it did not would be rows of zeros."""
+    for name in tables:
+        if not any(isinstance(edit, Whole) and edit.rows for edit in matched.edits.get(name, ())):
+            what = f"was trained with new tokens, and has no rows of them for the base's {name}"
+            hint = "give the base it was trained on, and the adapter as it was written"
+            raise InputError(what, where=lora.directory, hint=hint)
 
 
 def _outcome(job: Source, rows: int, *, untie: bool) -> tuple[Model, list[Wanted], str | None]:

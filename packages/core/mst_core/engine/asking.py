@@ -40,6 +40,7 @@ class Listener(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        self.join(EVERY)
 
     def run(self) -> None:
         """Until somebody asks, or the run or its store ends."""
@@ -51,8 +52,8 @@ class Listener(threading.Thread):
                     frames = traceback.extract_stack(sys._current_frames()[self._main])
                     store.set(f"mst/stands/{cluster.rank()}", failures.standing(frames))
                     return
-        except RuntimeError:
-            return  # the store is gone, and the run with it
+        except (RuntimeError, ValueError):
+            return  # the store, or the group, is gone, and the run with it
 
 
 def explanation(where: str, timeout: float) -> RunError | None:
