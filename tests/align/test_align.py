@@ -129,3 +129,6 @@ def test_other_losses_over_pipeline_stages(
     assert plain["loss"] < plain["first_loss"]
     for name in ("first_loss", "loss", "eval/loss", "rewards/margin", "logps/chosen"):
         assert staged[name] == pytest.approx(plain[name], abs=1e-5), name
+    before = [manifest.read(tmp_path / name).notes["evaluation_before"] for name in ("plain", "staged")]
+    assert before[0] == pytest.approx(before[1], abs=2e-5)
+    assert start is None or before[0]["loss"] == pytest.approx(start, abs=1e-5)
