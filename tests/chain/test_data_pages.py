@@ -1,4 +1,4 @@
-"""The commands of docs/data.md and docs/train.md, each as it is written, on a tiny model."""
+"""The commands of docs/data.md, docs/train.md and docs/align.md, each as it is written, on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
     line
-    for page in ("data.md", "train.md")
+    for page in ("data.md", "train.md", "align.md")
     for block in re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
     for line in block.splitlines()
 ]
@@ -27,6 +27,10 @@ def place(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     """A directory with what the pages name."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(tiny_hf("llama", num_hidden_layers=2), folder / "base-hf")
+    shutil.copytree(folder / "base-hf", folder / "base")
+    shutil.copytree(tiny_hf("llama", seed=1), folder / "sft")
+    pairs = [{"prompt": f"Is number {i} odd?", "chosen": "yes", "rejected": "no"} for i in range(6)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     for name in ("rows", "texts"):
         (folder / name).mkdir()
     rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(6)]

@@ -36,9 +36,7 @@ class RunSpec(Spec):
     eval_data: tuple[Name, ...] = Field((), description="rows to measure the loss on")
     num_samples: int | None = Field(None, ge=1, description="rows of an epoch (default: all)")
     out: Path = Field(description="the directory that comes out; s3://bucket/path and other URLs of fsspec too")
-    cache: Path = Field(
-        Path("~/.cache/mst"), description="tokenised rows and reference log-probabilities, by what they were made from"
-    )
+    cache: Path = Field(Path("~/.cache/mst"), description="tokenised rows and reference log-probabilities")
     add_tokens: tuple[str, ...] = Field(
         (), description="tokens that the vocabulary gets before training: each as it is, or files of one a line"
     )
