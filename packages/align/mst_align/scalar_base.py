@@ -34,7 +34,7 @@ def prepared[P: RunPlan](spec: RunSpec, plan: P) -> P:
     if open_model(plan.model_dir, plan.layout).scores:
         return plan
     base = manifest.identify(plan.model_dir)
-    made = grow.kept(spec.cache, "reward", [base.id], lambda staging: _make(staging, plan.model_dir, base))
+    made = grow.cached(spec.cache, "reward", [base.id], lambda staging: _make(staging, plan.model_dir, base))
     return plan.model_copy(update={"model": str(made)})
 
 

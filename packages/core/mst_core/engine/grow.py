@@ -32,11 +32,11 @@ def prepared[P: RunPlan](spec: RunSpec, plan: P) -> P:
     if not spec.add_tokens:
         return plan
     tokens, base = vocabulary.asked(spec.add_tokens), manifest.identify(plan.model_dir)
-    made = kept(spec.cache, "grown", [base.id, tokens], lambda staging: _grow(staging, plan.model_dir, base, tokens))
+    made = cached(spec.cache, "grown", [base.id, tokens], lambda staging: _grow(staging, plan.model_dir, base, tokens))
     return plan.model_copy(update={"model": str(made)})
 
 
-def kept(cache: Path, folder: str, of: Any, make: Callable[[Staging], object]) -> Path:
+def cached(cache: Path, folder: str, of: Any, make: Callable[[Staging], object]) -> Path:
     """The directory in the cache that is made of ``of`` (anything that JSON has); ``make`` is called if it is not
     there."""
     key = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]
