@@ -75,9 +75,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "dp2": {"engine": "megatron", "nproc": 2, "micro_batch": 1},
 }
 QUICK = ("plain/dpo", "plain/kto", "plain/orpo", "lora/dpo", "recompute/orpo", "fsdp/dpo", "zero2/kto",
-         "tp2/orpo")  # fmt: skip
-METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected", "kl", "sft")
-CASES = [f"{engine}/{method}" for engine in ENGINES for method in ("dpo", "kto", "orpo")]
+         "tp2/orpo", "plain/rm", "tp2-sp/rm")  # fmt: skip
+METRICS = ("loss", "grad_norm", "rewards/margin", "logps/chosen", "logps/rejected", "kl", "sft")
+CASES = [f"{engine}/{method}" for engine in ENGINES for method in ("dpo", "kto", "orpo", "rm")]
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -87,8 +87,9 @@ def test_the_steps_are_those_of_padded_rows(
     engine, method = name.split("/")
     settings = ENGINES[engine]
     alone = {key: value for key, value in settings.items() if key == "lora_rank"}
-    padded = align(tiny_hf("llama"), data, tmp_path / "padded", method=method, **alone)
-    packed = align(tiny_hf("llama"), data, tmp_path / "packed", method=method, packing=True, **settings)
+    model = tiny_hf("llama", scores=method == "rm")
+    padded = align(model, data, tmp_path / "padded", method=method, **alone)
+    packed = align(model, data, tmp_path / "packed", method=method, packing=True, **settings)
     assert len(packed) == len(padded) > 1
     for step, wanted in zip(packed, padded, strict=True):
         limit = 2e-6 if wanted is padded[0] else 1e-5  # log-probabilities are sums of about -200, in 24 bits
