@@ -17,7 +17,7 @@ from mst_align.spec import AlignSpec
 from mst_align.unpaired import objective
 from mst_align.work import work
 from mst_core.data.render import Sample
-from mst_core.engine.divergence import mismatched
+from mst_core.engine.divergence import Mismatched, mismatched
 from mst_core.engine.seam import Batch, Term
 from mst_core.errors import MstError
 
@@ -77,6 +77,12 @@ def test_a_prompt_with_the_answer_of_another_row() -> None:
     assert mismatched(one, two, 8) == Sample([1, 2, 6, 7], [0, 0, 1, 1])
     assert mismatched(two, one, 2) == Sample([5, 3], [0, 1])
     assert mismatched(one, two, None) == mismatched(one, two, 8)
+
+
+def test_a_row_that_stands_twice_in_a_step_meets_another() -> None:
+    units = [(Sample([1, number], [0, 1]),) for number in (5, 6)]
+    met = Mismatched(units, [[0, 0, 1], [1, 1]], None)
+    assert [unit[0].tokens[1] for unit in (met[number] for number in range(len(met)))] == [6, 6, 5, 6, 6]
 
 
 @pytest.fixture(scope="module")

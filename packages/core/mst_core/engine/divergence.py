@@ -1,8 +1,9 @@
 """KTO's estimate of the divergence of the policy from its reference, over the rows of a global step.
 
 Ethayarajh et al. 2024, arXiv 2402.01306: z = max(0, mean of log p(y' | x) - log p_reference(y' | x)), where y' is the
-answer of another row of the same step: the next one, of the last row the first. The mean is over the whole
-step, on all data parallel ranks, before it is cut at 0: micro-batches and ranks do not change it.
+answer of another row of the same step: the next one, of the last row the first; past itself, where a small source's row
+stands twice in a step. The mean is over the whole step, on all data parallel ranks, before it is cut at 0: micro-batches
+and ranks do not change it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Mismatched:
 
     def __init__(self, units: Sequence[Unit], steps: Sequence[Sequence[int]], seq_length: int | None) -> None:
         self._units, self._seq_length = units, seq_length
-        self._turned = [pair for chosen in steps for pair in zip(chosen, [*chosen[1:], *chosen[:1]], strict=True)]
+        self._turned = [(x, _another(chosen, place)) for chosen in steps for place, x in enumerate(chosen)]
 
     def __len__(self) -> int:
         return len(self._turned)
@@ -56,6 +57,12 @@ class Mismatched:
     def __getitem__(self, number: int) -> Unit:
         x, y = self._turned[number]
         return (mismatched(self._units[x][0], self._units[y][0], self._seq_length),)
+
+
+def _another(chosen: Sequence[int], place: int) -> int:
+    """The next of ``chosen`` that is not the one at ``place``; itself where all are."""
+    after = (chosen[(place + step) % len(chosen)] for step in range(1, len(chosen)))
+    return next((index for index in after if index != chosen[place]), chosen[place])
 
 
 def mismatched(prompt: Sample, answer: Sample, seq_length: int | None) -> Sample:
