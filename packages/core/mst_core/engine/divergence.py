@@ -1,9 +1,9 @@
 """KTO's estimate of the divergence of the policy from its reference, over the rows of a global step.
 
 Ethayarajh et al. 2024, arXiv 2402.01306: z = max(0, mean of log p(y' | x) - log p_reference(y' | x)), where y' is the
-answer of another row of the same step: the next one, of the last row the first; past itself, where a small source's row
-stands twice in a step. The mean is over the whole step, on all data parallel ranks, before it is cut at 0: micro-batches
-and ranks do not change it.
+answer of another row of the same step: the next one, of the last row the first; past itself, where a row of a small
+source stands twice in a step. The mean is over the whole step, on all data parallel ranks, before it is cut at 0:
+micro-batches and ranks do not change it.
 """
 
 from __future__ import annotations
