@@ -35,10 +35,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench align", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:1])
     parser.add_argument("--models", nargs="+", choices=("15M", "SmolLM2-135M"), default=("15M", "SmolLM2-135M"))
-    parser.add_argument("--pairs", type=int, default=6, help="steps that are counted, of each side")
+    parser.add_argument("--pairs", type=int, default=4, help="steps that are counted, of each side")
     parser.add_argument("--warm", type=int, default=1, help="steps before them")
     parser.add_argument("--batch", type=int, default=4, help="pairs of answers a step")
-    parser.add_argument("--seq-length", type=int, default=512, help="pairs with a longer answer are left out")
+    parser.add_argument("--seq-length", type=int, default=256, help="pairs with a longer answer are left out")
     parser.add_argument("--dir", type=Path, default=None, help="where to work")
     parser.add_argument("--out", type=Path, default=None, help="write the table there too")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a case in a process of its own: its paths and sizes
