@@ -104,8 +104,8 @@ def test_the_losses_of_dpo(model: Path, reference: Path, tmp_path: Path, name: s
     )  # fmt: skip
     found = first_step(model, reference, pairs.objective(choose("dpo", {"beta": 0.3, **ours})), of_pairs(model))
     step = history(trainer)[0]
-    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
-    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(step["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=3e-6)
 
 
 def test_cdpo_where_trl_ignores_the_smoothing(model: Path, reference: Path, tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_single_answers(model: Path, reference: Path, tmp_path: Path, method: An
     step = history(trainer)[0]
     if method == "kto":
         assert found["kl"] == pytest.approx(step["kl"], rel=1e-5)
-    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
-    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(step["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=3e-6)
 
 
 def rows_in(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -208,8 +208,8 @@ def test_a_kto_run_with_a_reference_of_its_own(model: Path, reference: Path, tmp
     )  # fmt: skip
     (step,) = history(trainer)
     assert found["kl"] == pytest.approx(step["kl"], rel=1e-5)
-    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
-    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(step["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=3e-6)
 
 
 def test_methods_without_a_reference(model: Path) -> None:
@@ -257,5 +257,5 @@ def test_reward_models(tiny_hf: Callable[..., Path], tmp_path: Path, centre: flo
     method = rewards.objective(choose("rm", {"center_rewards_coefficient": centre}))
     found = first_step(model, model, method, list(rewards.LastTokens(of_pairs(model, given))))
     step = history(trainer)[0]
-    assert found["loss"] == pytest.approx(step["loss"], rel=2e-6)
-    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(step["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=3e-6)
