@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mst_core import checkpoint, hub, manifest, tensors
+from mst_core import checkpoint, families, hub, manifest, tensors
 from mst_core.data import render, rows
 from mst_core.errors import InputError
 from mst_core.spec import Plan
@@ -92,7 +92,7 @@ def _check_kind(directory: Path) -> None:
 
 def _check_task(config: dict[str, Any], spec: EvalSpec, directory: Path) -> None:
     """A reward model scores answers, a language model gives their tokens probabilities."""
-    scores = any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    scores = families.is_classifier(config)
     if scores and "reward" not in spec.tasks:
         raise InputError("is a reward model, which gives tokens no probability", where=directory, hint="--tasks reward")
     if not scores and "reward" in spec.tasks:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from mst_core import devices, runplan, tensors, vocabulary
+from mst_core import devices, families, runplan, tensors, vocabulary
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.engine import lora, quantised, scalar
 from mst_core.engine.batches import in_a_row, positions, spread
@@ -87,8 +87,8 @@ class HFEngine:
         self.steps = 0
         self.isolates = False
         disable_progress_bar()
-        self.known = runplan.open_model(model_dir, "hf")
-        loader = AutoModelForSequenceClassification if self.known.scores else AutoModelForCausalLM
+        self.scores = families.is_classifier(tensors.config(model_dir))
+        loader = AutoModelForSequenceClassification if self.scores else AutoModelForCausalLM
         model = loader.from_pretrained(
             model_dir,
             dtype=torch.float32,
@@ -101,11 +101,12 @@ class HFEngine:
         # transformers keeps the gradient from the embedding of the padding token. That token is often the end of a turn
         # as well, padding is never learnt here, and no other engine has such an exception.
         model.get_input_embeddings().padding_idx = None
-        if self.known.scores:
+        if self.scores:
             scalar.per_token(model)
         blocks = set(model._no_split_modules or ())
         self.samples = Samples.of(model) if spec.packing else None
         if spec.lora_rank is not None:
+            self.known = runplan.open_model(model_dir, "hf")
             self.sites = runplan.check_lora(self.known, spec)
             self.rows = lora.token_rows(self.known, vocabulary.added(model_dir)[1]) if spec.add_tokens else None
             model = lora.wrap(model, spec, self.known, self.sites, self.rows)
@@ -123,7 +124,7 @@ class HFEngine:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.wanted_N: Tensor | None = None
         inner: Any = self.model.get_base_model() if spec.lora_rank is not None else self.model
-        self.head = inner.score if self.known.scores else inner.get_output_embeddings()
+        self.head = inner.score if self.scores else inner.get_output_embeddings()
         if self.head is not None:
             self.head.register_forward_pre_hook(self._only_wanted)
 
@@ -255,7 +256,7 @@ class HFEngine:
             logits_NV = self._logits(tokens_BT, positions_BT).squeeze(0)
         finally:
             self.wanted_N = None
-        if self.known.scores:
+        if self.scores:
             return _placed(logits_NV.squeeze(-1), wanted_N, tokens_BT)
         logp_N = _picked(logits_NV, tokens_BT.roll(-1, 1).flatten()[wanted_N])
         return _aligned(_placed(logp_N, wanted_N, tokens_BT))
@@ -263,7 +264,7 @@ class HFEngine:
     def _wanted(self, batch: Batch) -> Tensor:
         """Where, in B * T, the head is asked: before a learnt token, a reward model's at it. One place at least: every
         rank takes part in a backward pass."""
-        asked_BT = batch.mask_BT if self.known.scores else batch.mask_BT.roll(-1, 1)
+        asked_BT = batch.mask_BT if self.scores else batch.mask_BT.roll(-1, 1)
         wanted_N = (asked_BT != 0).flatten().nonzero().flatten()
         return wanted_N if len(wanted_N) else wanted_N.new_zeros(1)
 
@@ -288,8 +289,13 @@ class HFEngine:
         positions_1T = torch.arange(4, device=self.device).repeat(1, 2)
         if self.samples is not None:
             self.samples.sizes = (4, 4)
-        one_SV, other_SV = (self._logits(row_1T, positions_1T)[0, 4:].float() for row_1T in tokens_BT.split(1))
-        if float((one_SV - other_SV).abs().max()) > 0.01 * float(one_SV.std()):
+        seen: list[Tensor] = []  # what the head is given: one that is all zero would tell nothing
+        hook = self.head and self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        logits = [self._logits(row_1T, positions_1T) for row_1T in tokens_BT.split(1)]
+        if hook:
+            hook.remove()
+        one_SH, other_SH = (found[0, 4:].float() for found in seen or logits)
+        if float((one_SH - other_SH).abs().max()) > 0.01 * float(one_SH.std()):
             kind = type(self.model).__name__
             raise InputError(
                 f"{kind} does not keep packed samples apart", where=self.model_dir, hint="without --packing"

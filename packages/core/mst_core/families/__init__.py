@@ -84,6 +84,7 @@ __all__ = [
     "Task",
     "TensorSpec",
     "family_for",
+    "is_classifier",
     "pack",
     "pack_rows",
     "padded_vocab",
@@ -91,6 +92,11 @@ __all__ = [
     "unpack",
     "unpack_rows",
 ]
+
+
+def is_classifier(config: Config) -> bool:
+    """Whether config.json is a sequence classifier's; of one label and a known family it is a reward model."""
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
 def family_for(config: Config, where: Where = "config.json") -> Family:
