@@ -102,14 +102,15 @@ def test_the_score_is_read_at_the_last_token() -> None:
 def test_transformers_scores_as_the_run_did(
     tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, tied: bool
 ) -> None:
-    """From ln 2 to a ranking; what transformers' own class reads of the output, padded left and right, is the score at
-    the last token of each conversation."""
+    """From a head of noise to a ranking; what transformers' own class reads of the output, padded left and right, is the
+    score at the last token of each conversation."""
     from transformers import AutoModelForSequenceClassification
 
     base = tiny_hf("qwen2" if tied else "llama")
     out = tmp_path / "out"
     done = reward(base, data, out, epochs=12, eval_data=(data,))
-    assert done["first_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(done["first_loss"] - math.log(2)) < 1.0
+    assert done["loss"] < 0.1
     assert done["eval/rewards/accuracy"] == 1.0
     made = manifest.read(out)
     assert (made.kind, made.layout, made.model and made.model.tied) == ("reward", "hf", False)
@@ -186,7 +187,8 @@ def test_the_padding_token_ends_no_conversation(tiny_hf: Callable[..., Path], da
     tokenizer = load_tokenizer(made)
     assert tokenizer.pad_token == "<|endoftext|>"
     assert tensors.config(made)["pad_token_id"] == tokenizer.pad_token_id == 0
-    assert not load_file(made / "model.safetensors")["score.weight"].any()
+    head = load_file(made / "model.safetensors")["score.weight"]
+    assert float(head.std()) == pytest.approx(1 / math.sqrt(65), rel=0.3)
 
 
 def test_refusals(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from mst_core.spec import Plan, Spec
 
 
 class HeadSpec(Spec):
-    """Give a model a scalar head, all zero: what --method rm begins with, as a directory that stays."""
+    """Give a model a scalar head: what --method rm begins with, as a directory that stays."""
 
     model: str = Field(description="Hugging Face directory of a language model, or hf://org/name@revision, ms://...")
     out: Path = Field(description="the reward model that comes out")
+    seed: int = Field(0, ge=0, description="of the head's first values")
 
 
 class HeadPlan(Plan):
