@@ -102,8 +102,8 @@ def test_the_score_is_read_at_the_last_token() -> None:
 def test_transformers_scores_as_the_run_did(
     tiny_hf: Callable[..., Path], data: Path, tmp_path: Path, tied: bool
 ) -> None:
-    """From a head of noise to a ranking; what transformers' own class reads of the output, padded left and right, is the
-    score at the last token of each conversation."""
+    """From a head of noise to a ranking. What transformers' own class reads of the output, padded left and right, is
+    the score at the last token of each conversation."""
     from transformers import AutoModelForSequenceClassification
 
     base = tiny_hf("qwen2" if tied else "llama")
