@@ -277,7 +277,7 @@ BAD_MEGATRON: dict[str, tuple[Callable[[Path], object], str]] = {
     "no release": (lambda d: shutil.rmtree(d / "release"), "does not exist"),
     "truncated": (lambda d: os.truncate(d / "release" / "__0_0.distcp", 9999), "truncated"),
     "legacy": (lambda d: (shutil.rmtree(d / "release"), (d / "release" / "mp_rank_00").mkdir(parents=True)), "missing"),
-    "another kind": (lambda d: (d / "mst.json").write_bytes(_as_kind(d, "reward")), "of the kind reward"),
+    "another kind": (lambda d: (d / "mst.json").write_bytes(_as_kind(d, "report")), "of the kind report"),
     "edited manifest": (lambda d: (d / "mst.json").write_text((d / "mst.json").read_text().replace("te", "et")), "mst"),
     "fewer layers": (lambda d: edit_config(d / "hf", num_hidden_layers=2), "expected"),
     "other width": (lambda d: edit_config(d / "hf", intermediate_size=100), "linear_fc1.weight"),

@@ -123,10 +123,8 @@ def test_dims_follow_the_defaults_of_transformers() -> None:
     ("broken", "word"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        (
-            {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"},
-            "LlamaForSequenceClassification",
-        ),
+        ({"architectures": ["LlamaForTokenClassification"], "model_type": "llama"}, "LlamaForTokenClassification"),
+        ({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}, "classifier of 2 labels"),
         ({"architectures": None, "model_type": None}, "names no architecture"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
