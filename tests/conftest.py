@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": False, "head_dim": 32},
     "mistral": {"tie_word_embeddings": False, "sliding_window": None},
 }
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test puts there ends with it: mst itself tells torch of its ranks in it (cluster.py), and a later Trainer
+    would wait for them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def make_tokenizer(directory: Path, template: str | None = CHATML) -> None:
