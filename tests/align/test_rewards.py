@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from tests.conftest import CHATML
 
 from mst_align.methods import choose
 from mst_align.plan import plan
@@ -94,7 +95,7 @@ def test_a_pair_that_fills_up_a_rank_weighs_nothing() -> None:
 
 def test_the_score_is_read_at_the_last_token() -> None:
     unit = (Sample([5, 6, 7], [0, 1, 1]), Sample([5, 8], [0, 1]))
-    ((chosen, rejected),) = LastTokens([unit])
+    ((chosen, rejected),) = LastTokens([unit], 0)
     assert (chosen.mask, rejected.mask) == ([0, 0, 1], [0, 1])
 
 
@@ -199,3 +200,32 @@ def test_refusals(tiny_hf: Callable[..., Path], data: Path, tmp_path: Path) -> N
     scorer = tiny_hf("llama", scores=True)
     with pytest.raises(InputError, match="is a reward model, which gives tokens no probability"):
         plan(spec_of(scorer, data, tmp_path / "out", method="dpo"))
+
+
+def test_a_model_whose_end_of_a_turn_pads_is_read_where_transformers_reads_it(
+    tiny_hf: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    """Many reward models were trained so: the score stands before the last token, here and in mst-eval."""
+    from transformers import AutoModelForSequenceClassification
+
+    from mst_evalkit.plan import plan as eval_plan
+    from mst_evalkit.spec import EvalSpec
+    from mst_evalkit.work import work as measure
+
+    template = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+    base = tiny_hf("llama", scores=True, template=template, pad_token_id=2)
+    done = reward(base, data, tmp_path / "out", steps=1, eval_data=(data,))
+    spec = EvalSpec(model=str(tmp_path / "out"), tasks=("reward",), data=(data,), out=tmp_path / "report")
+    measure(spec, eval_plan(spec))
+    found = [json.loads(line)["score"] for line in (tmp_path / "report/rows.jsonl").read_text().splitlines()]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokenizer = load_tokenizer(base)
+    for row, scores in zip(PAIRS, found, strict=True):
+        for side, score in zip(("chosen", "rejected"), scores, strict=True):
+            told = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+            text = tokenizer.apply_chat_template(told, tokenize=False)
+            assert text.endswith("<|im_end|>")
+            given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+            with torch.no_grad():
+                assert score == pytest.approx(float(model(**given).logits), abs=1e-5)
+    assert done["eval/rewards/chosen"] == pytest.approx(sum(chosen for chosen, _ in found) / len(found), abs=1e-5)

@@ -255,7 +255,7 @@ def test_reward_models(tiny_hf: Callable[..., Path], tmp_path: Path, centre: flo
         train_dataset=Dataset.from_list(given), processing_class=load_tokenizer(model),
     )  # fmt: skip
     method = rewards.objective(choose("rm", {"center_rewards_coefficient": centre}))
-    found = first_step(model, model, method, list(rewards.LastTokens(of_pairs(model, given))))
+    found = first_step(model, model, method, list(rewards.LastTokens(of_pairs(model, given), 0)))
     step = history(trainer)[0]
     assert found["loss"] == pytest.approx(step["loss"], abs=1e-6)
     assert found["grad_norm"] == pytest.approx(step["grad_norm"], rel=3e-6)

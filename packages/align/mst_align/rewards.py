@@ -1,7 +1,8 @@
 """The loss of reward models, a pure function of the scores of both answers.
 
 Shapes: B sequences (chosen at 0, 2, ..., rejected at 1, 3, ...), P = B / 2 pairs, T tokens. All in fp32. A score is the
-scalar head's value at the last token of the whole conversation, as transformers' sequence classifiers read it.
+scalar head's value at the last token of the whole conversation, where transformers' sequence classifiers read it
+(scalar.read_at).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from mst_align.methods import Chosen
 from mst_core.data.render import Sample
+from mst_core.engine import scalar
 from mst_core.engine.seam import Batch, Objective, Term
 
 
@@ -47,9 +49,10 @@ def terms(value_BT: Tensor, batch: Batch, chosen: Chosen) -> dict[str, Term]:
 
 @dataclass(frozen=True)
 class LastTokens(Sequence[tuple[Sample, ...]]):
-    """Pairs whose mask is 1 at the last token only, where the score is read; made when they are asked for."""
+    """Pairs whose mask is 1 only where the score is read; made when they are asked for. ``pad``: the model's."""
 
     pairs: Sequence[tuple[Sample, ...]]
+    pad: int | None
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -62,8 +65,13 @@ class LastTokens(Sequence[tuple[Sample, ...]]):
 
     def __getitem__(self, index: int | slice) -> tuple[Sample, ...] | LastTokens:
         if isinstance(index, slice):
-            return LastTokens(self.pairs[index])
-        return tuple(replace(s, mask=[*([0] * (len(s.tokens) - 1)), 1]) for s in self.pairs[index])
+            return LastTokens(self.pairs[index], self.pad)
+        return tuple(replace(sample, mask=self._mask(sample.tokens)) for sample in self.pairs[index])
+
+    def _mask(self, tokens: list[int]) -> list[int]:
+        mask = [0] * len(tokens)
+        mask[scalar.read_at(tokens, self.pad)] = 1
+        return mask
 
 
 def objective(chosen: Chosen) -> Objective:

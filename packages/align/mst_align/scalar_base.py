@@ -108,5 +108,7 @@ def _padding(tokenizer: Any, where: Path) -> tuple[int, str]:
         if number is not None and number not in used:
             return number, str(tokenizer.convert_ids_to_tokens(number))
     raise InputError(
-        "its tokenizer has no token to pad with that ends no conversation", where=where, hint="--add-tokens '<pad>'"
+        "its tokenizer has no token to pad with that no conversation has",
+        where=where,
+        hint="a pad_token of its own, as a special token of the tokenizer",
     )

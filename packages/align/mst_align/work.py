@@ -10,9 +10,9 @@ from mst_align.methods import Chosen
 from mst_align.plan import AlignPlan
 from mst_align.rewards import LastTokens
 from mst_align.spec import AlignSpec
-from mst_core import console, devices, remote
+from mst_core import console, devices, remote, tensors
 from mst_core.data import load
-from mst_core.data.render import Renderer, Sample, load_tokenizer
+from mst_core.data.render import Renderer, Sample, load_tokenizer, tokenizer_dir
 from mst_core.data.sources import Source, taken
 from mst_core.engine import grow, launch, run
 from mst_core.engine.batches import Singles
@@ -54,8 +54,8 @@ def rank(spec: AlignSpec, plan: AlignPlan, loaded: Rows, evaluated: Rows) -> dic
         model_dir=plan.model_dir,
         engine=plan.engine,
         objective=module(spec).objective(spec.chosen),
-        units=units(spec, loaded),
-        eval_units=units(spec, evaluated),
+        units=units(spec, plan, loaded),
+        eval_units=units(spec, plan, evaluated),
         sources=plan.sources,
         settings={**taken(plan.sources), **spec.chosen.told()},
         reference=plan.reference_dir,
@@ -71,10 +71,10 @@ def module(spec: AlignSpec) -> Any:
     return rewards if spec.method == "rm" else unpaired if spec.unpaired else pairs
 
 
-def units(spec: AlignSpec, loaded: Rows) -> Sequence[tuple[Sample, ...]]:
+def units(spec: AlignSpec, plan: AlignPlan, loaded: Rows) -> Sequence[tuple[Sample, ...]]:
     """What is never split, as the method's loss reads it."""
     if spec.method == "rm":
-        return LastTokens(loaded.samples)
+        return LastTokens(loaded.samples, tensors.config(tokenizer_dir(plan.model_dir)).get("pad_token_id"))
     return Singles(loaded.samples) if spec.unpaired else loaded.samples
 
 

@@ -98,8 +98,8 @@ def _check_task(config: dict[str, Any], spec: EvalSpec, directory: Path) -> None
     if not scores and "reward" in spec.tasks:
         what = "is no reward model: its architecture has no head that scores"
         raise InputError(what, where=directory, hint="--tasks choice asks which answer it finds likelier")
-    if scores and len(config.get("id2label") or ("", "")) != 1:
-        raise InputError("is a classifier of more than one label", where=directory, hint="a reward model has one")
+    if scores:
+        families.check_labels(config, directory)
 
 
 def _seq_length(directory: Path, config: dict[str, Any], wanted: int | None) -> int:

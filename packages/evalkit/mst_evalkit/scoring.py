@@ -148,7 +148,7 @@ def score(
 def rewards(
     model: Any, samples: Sequence[Sample], batch_size: int, done: Callable[[int], None] = lambda rows: None
 ) -> list[float]:
-    """The score of each sample: the scalar head at its last token. Raises RunError where one is not a number."""
+    """The score of each sample (scalar.read_at). Raises RunError where one is not a number."""
     order = sorted(range(len(samples)), key=lambda index: (-len(samples[index].tokens), index))
     found: dict[int, float] = {}
     for start in range(0, len(order), batch_size):
@@ -156,7 +156,8 @@ def rewards(
         batch = collate([samples[index] for index in chosen])
         # Padding stands on the right, and attention is causal: no mask is needed.
         values_BT1 = model(input_ids=batch.tokens_BT.to(model.device)).logits
-        values = values_BT1[range(len(chosen)), batch.lengths_B - 1, 0].tolist()
+        at = [scalar.read_at(samples[index].tokens, model.config.pad_token_id) for index in chosen]
+        values = values_BT1[range(len(chosen)), at, 0].tolist()
         if not all(map(math.isfinite, values)):
             raise RunError("the model gives a score that is not a number", hint="--precision fp32")
         found.update(zip(chosen, values, strict=True))

@@ -74,7 +74,7 @@ def _grow(staging: Staging, model_dir: Path, base: manifest.Manifest, tokens: Se
         staging.copy(model_dir / "generation_config.json", "generation_config.json")
     made = family.model(config, model_dir, names=stored)
     staging.commit(
-        kind="model",
+        kind=made.kind,
         layout="hf",
         encoding=base.encoding,
         model=made.info(base.model.dtype if base.model else None),

@@ -69,9 +69,8 @@ class Kept:
                     file.flush()
                     os.fsync(file.fileno())
                     os.replace(file.name, self.folder / f"{blake3(joined).hexdigest()[:32]}{SUFFIX}")
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+                finally:
+                    Path(file.name).unlink(missing_ok=True)
         except OSError as error:
             console.warn(f"{self.folder}: reference log-probabilities are not kept: {error.strerror}")
 

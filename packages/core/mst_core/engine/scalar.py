@@ -5,6 +5,7 @@ In bf16 two answers of nearly the same worth would get the same score. The head 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -24,6 +25,12 @@ class ScalarHead(torch.nn.Module):
         """One score a position."""
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.float(), self.weight.float())
+
+
+def read_at(tokens: Sequence[int], pad: int | None) -> int:
+    """Where the score of a conversation is read, as transformers' classes do it: at its last token that is not ``pad``
+    (config.json's pad_token_id), which need not be its last one in models whose end of a turn pads too."""
+    return next((at for at in range(len(tokens) - 1, 0, -1) if tokens[at] != pad), len(tokens) - 1)
 
 
 def per_token(model: Any) -> None:

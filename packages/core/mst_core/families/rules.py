@@ -287,9 +287,7 @@ class Family:
         """Whether ``config`` is a reward model's. InputError for a classifier with more than one label."""
         if not self.reward or (config.get("architectures") or [""])[0] != self.reward:
             return False
-        labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
-        if labels != 1:
-            raise InputError(f"is a classifier of {labels} labels; a reward model has one", where=where)
+        check_labels(config, where)
         return True
 
     def carried_native(self, name: str) -> str | None:
@@ -301,6 +299,13 @@ class Family:
 
     def is_ignored(self, name: str, dims: Dims) -> bool:
         return any(name in _each_layer(pattern, dims.layers) for pattern in self.ignored)
+
+
+def check_labels(config: Config, where: Where) -> None:
+    """Refuse a sequence classifier that is no reward model."""
+    labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+    if labels != 1:
+        raise InputError(f"is a classifier of {labels} labels; a reward model has one", where=where)
 
 
 def _untied(config: Config) -> Config:
