@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mst_core.errors import SettingsError
-from mst_core.families.rules import Model, Task, tasks
+from mst_core.families.rules import Model, tasks
+from mst_core.families.task import Task
 
 EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 """Megatron's layer of an expert, and the parameter that transformers 5 has for it."""

@@ -26,15 +26,11 @@ from mst_core.families.rules import (
     Model,
     Reading,
     Rule,
-    Task,
-    TensorSpec,
     Where,
     check_labels,
-    pack,
-    padded_vocab,
     tasks,
-    unpack,
 )
+from mst_core.families.task import Task, TensorSpec, pack, padded_vocab, unpack
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,

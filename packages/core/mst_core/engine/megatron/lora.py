@@ -33,7 +33,7 @@ from mst_core.engine.megatron import groups
 from mst_core.engine.megatron.shards import Spot, Spots
 from mst_core.engine.scalar import ScalarHead
 from mst_core.families import pack_rows
-from mst_core.families.rules import Task
+from mst_core.families.task import Task
 from mst_core.lora_sites import Site
 from mst_core.runspec import RunSpec
 
