@@ -25,8 +25,9 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ import bench
 CASES = ("padded", "packed", "compiled", "megatron")
 SDIST = "llamafactory==0.9.5"
 SDIST_SHA256 = "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f"
-ROWS = "data/alpaca_en_demo.json"
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1e5, "tie_word_embeddings": True,
@@ -49,54 +49,81 @@ COLUMNS = (
 )
 
 
-def main() -> None:
-    """Parse and measure."""
-    parser = argparse.ArgumentParser(prog="scripts/bench train", description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--models", nargs="+", choices=("15M", "SmolLM2-135M"), default=("15M", "SmolLM2-135M"))
-    parser.add_argument("--pairs", type=int, default=12, help="steps that are counted, of each side")
-    parser.add_argument("--warm", type=int, default=2, help="steps before them")
-    parser.add_argument("--batch", type=int, default=8, help="rows a step")
-    parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--dir", type=Path, default=None, help="where to work")
-    parser.add_argument("--out", type=Path, default=None, help="write the table there too")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a case in a process of its own: its paths and sizes
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(case(**json.loads(asked.one))))
-        return
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=asked.dir))
-    try:
-        table = train(folder, asked)
-    finally:
-        shutil.rmtree(folder)
-    print(table)
-    if asked.out:
-        asked.out.write_text(table + "\n")
+@dataclass(frozen=True)
+class Bench:
+    """A command that measures ``case`` (of a module run as ``script``) for each model and each of its cases.
 
+    rows      the file of LLaMA-Factory that is learnt
+    told      what a step is, before the table
+    defaults  of the flags pairs, warm, batch and seq_length
+    """
 
-def train(folder: Path, asked: argparse.Namespace) -> str:
-    """The table."""
-    models = {"SmolLM2-135M": folder / "smollm2", "15M": folder / "small"}
-    smollm2(models["SmolLM2-135M"])
-    random_llama(models["15M"], models["SmolLM2-135M"])
-    rows, loads = rows_of(ROWS, folder / "rows.json"), []
-    lines = []
-    for model in asked.models:
-        for name in asked.cases:
-            given = {
-                "name": name, "model": str(models[model]), "rows": str(rows), "work": str(folder / "work"),
-                "pairs": asked.pairs, "warm": asked.warm, "batch": asked.batch, "seq_length": asked.seq_length,
-            }  # fmt: skip
-            loads.append(os.getloadavg()[0])
-            words = [sys.executable, __file__, "--one", json.dumps(given)]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                sys.exit(f"bench: {name} of {model} ended with code {done.returncode}")
-            lines.append(line(model, name, json.loads(done.stdout.splitlines()[-1])))
-            print(lines[-1], file=sys.stderr, flush=True)
-            shutil.rmtree(folder / "work", ignore_errors=True)
-    return "\n".join([*head(asked, loads), *lines])
+    prog: str
+    about: str
+    script: str
+    rows: str
+    cases: Sequence[str]
+    usual: Sequence[str]
+    case: Callable[..., Any]
+    packages: Sequence[str]
+    told: Callable[[argparse.Namespace], list[str]]
+    defaults: Mapping[str, int]
+
+    def main(self) -> None:
+        """Parse and measure."""
+        parser = argparse.ArgumentParser(prog=self.prog, description=self.about.split("\n")[0])
+        parser.add_argument("--cases", nargs="+", choices=self.cases, default=self.usual)
+        parser.add_argument("--models", nargs="+", choices=("15M", "SmolLM2-135M"), default=("15M", "SmolLM2-135M"))
+        parser.add_argument("--pairs", type=int, help="steps that are counted, of each side")
+        parser.add_argument("--warm", type=int, help="steps before them")
+        parser.add_argument("--batch", type=int, help="rows (or pairs of answers) a step")
+        parser.add_argument("--seq-length", type=int, help="tokens of the longest row")
+        parser.add_argument("--dir", type=Path, default=None, help="where to work")
+        parser.add_argument("--out", type=Path, default=None, help="write the table there too")
+        parser.add_argument("--one", help=argparse.SUPPRESS)  # a case in a process of its own: its paths and sizes
+        parser.set_defaults(**self.defaults)
+        asked = parser.parse_args()
+        if asked.one:
+            print(json.dumps(self.case(**json.loads(asked.one))))
+            return
+        folder = Path(tempfile.mkdtemp(prefix="bench-", dir=asked.dir))
+        try:
+            table = self.table(folder, asked)
+        finally:
+            shutil.rmtree(folder)
+        print(table)
+        if asked.out:
+            asked.out.write_text(table + "\n")
+
+    def table(self, folder: Path, asked: argparse.Namespace) -> str:
+        """What was measured, on what, with which versions; and a line for each case of each model."""
+        models = {"SmolLM2-135M": folder / "smollm2", "15M": folder / "small"}
+        smollm2(models["SmolLM2-135M"])
+        random_llama(models["15M"], models["SmolLM2-135M"])
+        rows, loads, lines = rows_of(self.rows, folder / "rows.json"), [], []
+        for model in asked.models:
+            for name in asked.cases:
+                given = {
+                    "name": name, "model": str(models[model]), "rows": str(rows), "work": str(folder / "work"),
+                    "pairs": asked.pairs, "warm": asked.warm, "batch": asked.batch, "seq_length": asked.seq_length,
+                }  # fmt: skip
+                loads.append(os.getloadavg()[0])
+                words = [sys.executable, self.script, "--one", json.dumps(given)]
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+                if done.returncode:
+                    sys.exit(f"bench: {name} of {model} ended with code {done.returncode}")
+                lines.append(line(model, name, json.loads(done.stdout.splitlines()[-1])))
+                print(lines[-1], file=sys.stderr, flush=True)
+                shutil.rmtree(folder / "work", ignore_errors=True)
+        return "\n".join([
+            f"mst {version('mst-tools-core')}, {', '.join(f'{name} {version(name)}' for name in self.packages)},",
+            f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} cores ({bench.cpu()}),",
+            f"no GPU, {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s), load {min(loads):.1f} to {max(loads):.1f}.",
+            *self.told(asked),
+            "",
+            *COLUMNS,
+            *lines,
+        ])  # fmt: skip
 
 
 def line(model: str, name: str, found: dict[str, Any]) -> str:
@@ -119,17 +146,11 @@ def line(model: str, name: str, found: dict[str, Any]) -> str:
     )
 
 
-def head(asked: argparse.Namespace, loads: Sequence[float]) -> list[str]:
-    """What was measured, on what, with which versions; and the table's first two lines."""
-    packages = ("torch", "transformers", "accelerate", "megatron-core")
+def told(asked: argparse.Namespace) -> list[str]:
+    """What a step is."""
     return [
-        f"mst {version('mst-tools-core')}, {', '.join(f'{name} {version(name)}' for name in packages)},",
-        f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} cores ({bench.cpu()}),",
-        f"no GPU, {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s), load {min(loads):.1f} to {max(loads):.1f}.",
         f"fp32, all weights, {asked.batch} rows a step of at most {asked.seq_length} tokens. Each ratio is of two",
         "steps one after the other, in turns first; above 1 mst-train gives more tokens (no padding) per CPU-second.",
-        "",
-        *COLUMNS,
     ]
 
 
@@ -285,4 +306,15 @@ def rows_of(member: str, out: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    Bench(
+        prog="scripts/bench train",
+        about=str(__doc__),
+        script=__file__,
+        rows="data/alpaca_en_demo.json",
+        cases=CASES,
+        usual=CASES,
+        case=case,
+        packages=("torch", "transformers", "accelerate", "megatron-core"),
+        told=told,
+        defaults={"pairs": 12, "warm": 2, "batch": 8, "seq_length": 512},
+    ).main()
