@@ -22,7 +22,6 @@ from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.data.render import load_tokenizer
 from mst_core.engine import grow
 from mst_core.errors import InputError
-from mst_core.manifest import Parent
 from mst_core.runplan import RunPlan, open_model
 from mst_core.runspec import RunSpec
 from mst_core.spec import Result
@@ -79,21 +78,11 @@ def _make(staging: Staging, model_dir: Path, base: manifest.Manifest, seed: int)
         if not path.is_file():
             continue
         if name in ("tokenizer_config.json", "special_tokens_map.json"):
-            staging.write(
-                name, json.dumps({**tensors.read_json(path), "pad_token": token}, indent=2, ensure_ascii=False)
-            )
+            told = {**tensors.read_json(path), "pad_token": token}
+            staging.write(name, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
         else:
             staging.copy(path, name)
-    made = staging.commit(
-        kind=model.kind,
-        layout="hf",
-        encoding=base.encoding,
-        model=model.info(base.model.dtype if base.model else None),
-        parents=[Parent(role="base", id=base.id, weights=base.digests.weights)],
-        parent_dirs=[model_dir],
-        tool="mst-align head",
-        settings={"seed": seed},
-    )
+    made = grow.commit(staging, model, base, model_dir, "mst-align head", {"seed": seed})
     console.say(f"a head of one score in the place of the vocabulary's; rows are padded with {token}")
     return made
 

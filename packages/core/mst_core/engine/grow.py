@@ -22,6 +22,7 @@ from mst_core import checkpoint, console, families, manifest, tensors, vocabular
 from mst_core.checkpoint import TOKENIZER_FILES, Staging
 from mst_core.data.render import load_tokenizer
 from mst_core.errors import InputError
+from mst_core.families import Model
 from mst_core.manifest import Parent
 from mst_core.runplan import RunPlan
 from mst_core.runspec import RunSpec
@@ -73,19 +74,28 @@ def _grow(staging: Staging, model_dir: Path, base: manifest.Manifest, tokens: Se
     if (model_dir / "generation_config.json").is_file():
         staging.copy(model_dir / "generation_config.json", "generation_config.json")
     made = family.model(config, model_dir, names=stored)
-    staging.commit(
+    notes = {"first": old, "vocabulary": rows}
+    commit(staging, made, base, model_dir, "mst-train --add-tokens", {"add_tokens": list(tokens)}, notes)
+    console.say(
+        f"{len(tokens)} tokens added, {old} to {new - 1}; the vocabulary has {rows} rows (was {model.dims.vocab})"
+    )
+
+
+def commit(
+    staging: Staging, made: Model, base: manifest.Manifest, model_dir: Path, tool: str, settings: dict[str, Any],
+    notes: dict[str, Any] | None = None,
+) -> manifest.Manifest:  # fmt: skip
+    """A directory that was ``made`` of ``base``, which lies in ``model_dir``."""
+    return staging.commit(
         kind=made.kind,
         layout="hf",
         encoding=base.encoding,
         model=made.info(base.model.dtype if base.model else None),
         parents=[Parent(role="base", id=base.id, weights=base.digests.weights)],
         parent_dirs=[model_dir],
-        tool="mst-train --add-tokens",
-        settings={"add_tokens": list(tokens)},
-        notes={"first": old, "vocabulary": rows},
-    )
-    console.say(
-        f"{len(tokens)} tokens added, {old} to {new - 1}; the vocabulary has {rows} rows (was {model.dims.vocab})"
+        tool=tool,
+        settings=settings,
+        notes=notes or {},
     )
 
 
