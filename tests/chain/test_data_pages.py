@@ -30,7 +30,8 @@ def place(tiny_hf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     shutil.copytree(folder / "base-hf", folder / "base")
     shutil.copytree(tiny_hf("llama", seed=1), folder / "sft")
     pairs = [{"prompt": f"Is number {i} odd?", "chosen": "yes", "rejected": "no"} for i in range(6)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    for name in ("pairs", "held-out"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     for name in ("rows", "texts"):
         (folder / name).mkdir()
     rows = [{"prompt": f"Is number {i} odd?", "completion": "yes" if i % 2 else "no"} for i in range(6)]
